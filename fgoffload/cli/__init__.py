@@ -1,7 +1,7 @@
 """The command line. Each command is a module that imports heavy packages only when it runs.
 
-Exit codes: 0 success, 1 a comparison found a difference or a check found an error, 2 a wrong flag, file or model, 130 Ctrl-C,
-141 a closed output pipe. `fgoffload run` returns the exit code of its script.
+Exit codes: 0 for success, 1 if a comparison finds a difference or a check finds an error, 2 for an invalid flag, file or model,
+130 for Ctrl-C, 141 for a closed output pipe. `fgoffload run` returns the exit code of its script.
 """
 
 import argparse
@@ -34,16 +34,16 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor, completion)
-"""Commands in the order of the help."""
+"""Commands in the order in which the help lists them."""
 
 __all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "format_helps", "main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that `argv` names and return the exit code.
+    """Run a command and return the exit code.
 
     Args:
-        argv: Command-line arguments without the program's name. None uses `sys.argv`, and then Ctrl-C ends the process here.
+        argv: Command-line arguments without the program's name. If None, use `sys.argv`, and end the process on Ctrl-C.
     """
     log = LibraryLog()
     try:
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # Errors with a file name are handled elsewhere. Without one, the stream is stdout or stderr.
+        # Only errors of stdout and stderr have no file name.
         if error.errno not in _FULL or error.filename is not None:
             raise
         full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect it elsewhere.")
@@ -79,23 +79,23 @@ def _run(words: Sequence[str], log: LibraryLog) -> int:
         if command is not run:  # a script handles Ctrl-C itself
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
         if os.environ.get("RANK", "0") != "0":
-            log.setLevel(logging.CRITICAL)  # rank 0's warnings hold for all ranks; each rank shows its errors
+            log.setLevel(logging.CRITICAL)  # rank 0 shows warnings for all ranks; each rank shows its errors
         around.enter_context(log.attached())
         return command.run(options, rest)
 
 
 def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[str]]:
-    """Return the command that `words` name, its options, and the remaining words."""
+    """Return the command in `words`, its parsed options, and the remaining words."""
     parser, _ = _build_parsers()
     if list(words[:1]) == ["help"]:
         words = [*words[1:], "--help"]
     if list(words[:1]) == [run.NAME] and words[1:2] not in (["-h"], ["--help"]):
-        # argparse would look for our options among the script's own words.
+        # argparse would also parse the script's own arguments.
         return run, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(words)
-    meant = suggest(rest[0], ("--help", "--version")) if rest else ""
-    if meant:
-        raise ConfigError(f"unknown option {rest[0]!r}.{meant}")
+    hint = suggest(rest[0], ("--help", "--version")) if rest else ""
+    if hint:
+        raise ConfigError(f"unknown option {rest[0]!r}.{hint}")
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
@@ -103,7 +103,7 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, except those with indented lines: examples and lists."""
+    """Wraps paragraphs, but not examples and lists, whose lines are indented."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -123,15 +123,15 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(f"{flag} {rest}. Use {flag} {self._option_string_actions[flag].metavar}.")
         if (match := re.match(r"invalid choice: ('.*?') \(choose from", rest)) and flag == "COMMAND":
             names = [command.NAME for command in COMMANDS]
-            meant = suggest(match[1].strip("'"), names)
-            raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{meant} For example: {train.EXAMPLE}.")
-        if rest.endswith("."):  # from a function that parses a value
+            hint = suggest(match[1].strip("'"), names)
+            raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{hint} For example: {train.EXAMPLE}.")
+        if rest.endswith("."):  # raised by a parser of values, such as `read_size`
             raise ConfigError(f"{flag} {rest}")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
 
 class _ShowVersions(argparse.Action):
-    """Prints one line for each package, for bug reports."""
+    """Prints the version of each package, for bug reports."""
 
     def __call__(self, parser: argparse.ArgumentParser, *args: Any, **kwargs: Any) -> NoReturn:
         from fgoffload.doctor import Machine
@@ -150,11 +150,11 @@ def format_helps() -> dict[str, str]:
 
 
 def _build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the parser of the program, and the parser of each command by name."""
+    """Return the main parser, and the parser of each command by name."""
     # With abbreviations, `--data` would also match Megatron's `--data-path`.
     parser = _Parser(
         prog="fgoffload",
-        description="Fine-grained activation offload for Megatron-style training.",
+        description="Fine-grained activation offload for Megatron, Hugging Face and PyTorch.",
         epilog="`fgoffload help COMMAND` shows a command's flags.",
         allow_abbrev=False,
     )

@@ -1,4 +1,4 @@
-"""`fgoffload bench`: benchmarks step time and memory of fgoffload against its alternatives."""
+"""`fgoffload bench`: compares step time and memory of fgoffload and its alternatives."""
 
 import argparse
 import dataclasses
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from fgoffload.cli.progress import StartRun
 
 NAME = "bench"
-SUMMARY = "measure step time and memory of settings side by side"
+SUMMARY = "compare step time and memory of several settings"
 DESCRIPTION = (
-    "Trains the model of a Megatron argument file for a few steps in each of several settings, and shows step time and memory "
-    "side by side: baseline, recompute, fgoffload, and the offload of Megatron-Core, Transformer Engine and PyTorch."
+    "Trains the model in a Megatron argument file for a few steps under each of several settings, and compares step time and "
+    "memory. The settings are baseline, recompute, fgoffload, and offload by Megatron-Core, Transformer Engine and PyTorch."
 )
 USAGE = "fgoffload bench ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload bench tiny_moe"
@@ -51,50 +51,53 @@ settings:
   save_on_cpu                   PyTorch's offload
   plan:FILE, budget:SIZE        a plan file, or a plan made for the budget
 
-After modules, @0.5 offloads that part of them, ~delay offloads after the next CUDA graph, and /layernorm adds recompute.
+After modules, add @0.5 to offload half of their sites, ~delay to start copies after the next CUDA graph, or /layernorm to
+recompute layer norms.
 
-Any other flag goes to Megatron and overrides the file. {SIZE_UNITS}"""
+All other flags are passed to Megatron and override the file. {SIZE_UNITS}"""
 EXIT_MEASURED, EXIT_MISSED = 0, 1
 
 STEPS, BIT_STEPS = 10, 2
 """Defaults of `--steps`, without and with `--check-bits`."""
 
 MEASURE_HERE = ""
-"""The value of `--profile` without a file."""
+"""Value of `--profile` if no file follows it."""
 
 WIDTH = 190
-"""Table width in characters outside of a terminal."""
+"""Table width in characters if stdout is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
-    add = parser.add_argument_group("what is measured").add_argument
-    add("--settings", metavar="NAME", nargs="+", default=(), help="settings, or systems (default: chosen for the model)")
-    add("--plans", metavar="FILE", nargs="+", default=(), help="plan files, each a setting")
-    add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for")
-    profile_help = "plan and predict from a profile; without FILE, measure the profile first"
+    add = parser.add_argument_group("measurements").add_argument
+    settings_help = "settings, as listed below, or names of systems (default: depends on the model)"
+    add("--settings", metavar="NAME", nargs="+", default=(), help=settings_help)
+    add("--plans", metavar="FILE", nargs="+", default=(), help="plan files to measure")
+    add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for and measure")
+    profile_help = "profile for plans and predictions; without FILE, measure one first"
     add("--profile", metavar="FILE", nargs="?", const=MEASURE_HERE, help=profile_help)
     add("--with-optimizer", action="store_true", help="run the optimizer too")
-    add("--check-bits", action="store_true", help="compare losses and gradients instead of times")
-    add = parser.add_argument_group("how often").add_argument
-    steps_help = f"timed steps of each setting (default: {STEPS}; with --check-bits {BIT_STEPS})"
+    add("--check-bits", action="store_true", help="compare losses and gradients bitwise instead of timing steps")
+    add = parser.add_argument_group("steps and repeats").add_argument
+    steps_help = f"timed steps for each setting (default: {STEPS}; with --check-bits: {BIT_STEPS})"
     add("--steps", metavar="N", type=read_count, help=steps_help)
-    warmup_help = "untimed steps before them (default: %(default)s, or until CUDA graphs replay)"
+    warmup_help = "untimed steps first (default: %(default)s, or until CUDA graphs replay)"
     add("--warmup", metavar="N", type=read_count, default=3, help=warmup_help)
-    add("--repeats", metavar="N", type=read_count, default=1, help="repeats of the whole list (default: %(default)s)")
-    baseline_help = "measure the baseline again after every N settings (default: once a repeat)"
+    repeats_help = "how often to measure all settings (default: %(default)s)"
+    add("--repeats", metavar="N", type=read_count, default=1, help=repeats_help)
+    baseline_help = "measure the baseline again after every N settings (default: once per repeat)"
     add("--baseline-every", metavar="N", type=read_count, help=baseline_help)
     add = parser.add_argument_group("output").add_argument
-    add("--out", metavar="FOLDER", type=read_path, help="folder of tables, plot, traces and logs (default: bench_NAME)")
-    add("--trace", action="store_true", help="write a Chrome trace of one step of each setting")
+    add("--out", metavar="FOLDER", type=read_path, help="folder for tables, plot, traces and logs (default: bench_NAME)")
+    add("--trace", action="store_true", help="write a Chrome trace of one step for each setting")
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> "Job":
     """Check the options without heavy imports, and return the benchmark's job.
 
     Raises:
-        ConfigError: An option has a wrong value.
+        ConfigError: An option has an invalid value.
         PlanError: A plan file cannot be read.
     """
     from fgoffload.benchmark.job import Job
@@ -104,7 +107,7 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     for flag in ("trace", "profile", "baseline_every"):
         if options.check_bits and getattr(options, flag) not in (None, False):
             name = f"--{flag.replace('_', '-')}"
-            raise ConfigError(f"--check-bits and {name} exclude each other: bits are compared once, untimed. Use one.")
+            raise ConfigError(f"--check-bits does not time steps, so it cannot be combined with {name}. Use only one of them.")
     named = [parse_setting(word) for word in options.settings if word not in [system.value for system in System]]
     for plan in (*options.plans, *(setting.plan for setting in named if setting.plan is not None)):
         OffloadPlan.load(Path(plan))
@@ -132,12 +135,10 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     """Measure, print the tables, write the files, and return the exit code.
 
-    The code is 1 if bits differ or were not compared, or if only `baseline` ran although other settings were chosen.
+    The exit code is 1 if results differ or could not be compared, or if every setting except `baseline` failed.
     """
     if (launch := find_launch()).world_size > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {launch.world_size}, but bench starts the processes of each run itself. Run it without torchrun."
-        )
+        raise ConfigError(f"WORLD_SIZE is {launch.world_size}, but bench starts its own processes. Run it without torchrun.")
     job = check_options(options, megatron_flags)
     from fgoffload.cli.progress import show_progress
 
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
 
 
 def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> "Results":
-    # Importing torch and Megatron-Core takes seconds, so the checks that need neither run first.
+    # Importing torch and Megatron-Core takes seconds, so checks that do not use them have already run.
     from fgoffload.benchmark.results import Results, collect_results
     from fgoffload.integrations.megatron.patching.imports import require_torch
 
@@ -167,7 +168,7 @@ def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> 
         check_writable(job.folder / "run.json")
     except OSError as error:
         raise ConfigError(
-            f"--out {str(job.folder)!r} cannot be written to: {error.strerror}. Use a folder that you may write to."
+            f"--out {str(job.folder)!r} cannot be written to: {error.strerror}. Use a writable folder."
         ) from error
     about = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -179,7 +180,7 @@ def _measure(job: "Job", options: argparse.Namespace, start_run: "StartRun") -> 
 
 
 def _show_messages(job: "Job", start_run: "StartRun") -> "Callable[[Message], None]":
-    """Return a function that shows messages of the processes as progress."""
+    """Return a function that updates the progress bars from messages of the worker processes."""
     from fgoffload.benchmark.job import Message, Stepped
     from fgoffload.benchmark.measurement import Run
 
@@ -229,6 +230,5 @@ def _show(results: "Results") -> int:
     console.print(build_times_table(summaries, workload, results.surroundings, results.predictions))
     write_frontier_plot(folder / PICTURE_NAME, summaries, title=name_run(workload, results.surroundings))
     print(f"Table, plot and logs: {folder}")
-    # A failed setting is a row of the table. If all settings fail, only `baseline` was measured.
-    asked = [one for one in results.outcomes if one.setting != BASELINE]
-    return EXIT_MISSED if asked and all(one.failure for one in asked) else EXIT_MEASURED
+    others = [one for one in results.outcomes if one.setting != BASELINE]
+    return EXIT_MISSED if others and all(one.failure for one in others) else EXIT_MEASURED

@@ -1,4 +1,4 @@
-"""The protocol of a command's module."""
+"""Interface of the modules that implement commands."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A module with these names. It must import nothing heavy: the program imports all commands at start."""
+    """A command's module. It must not import heavy packages at the top, since every command imports all modules."""
 
     NAME: str
     SUMMARY: str
@@ -15,7 +15,7 @@ class Command(Protocol):
     """First paragraph of the command's `--help`."""
     USAGE: str
     EXAMPLE: str
-    """A complete command line, for the help and for errors."""
+    """Example command for the help and for errors."""
     NOTES: str
     """Last paragraphs of the command's `--help`."""
 
@@ -27,5 +27,5 @@ class Command(Protocol):
 
         Args:
             options: The parsed options, with the command's flags as `own_flags`.
-            words: Words that the parser does not know. For `run`, all words after its name.
+            words: Arguments that the parser does not recognize. For `run`, all arguments after the command.
         """

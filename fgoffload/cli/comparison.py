@@ -1,4 +1,4 @@
-"""Record of a run, and the merge of the records of all ranks."""
+"""Records of training runs, and how the records of all ranks are merged."""
 
 import dataclasses
 import statistics
@@ -11,17 +11,17 @@ from fgoffload.trainer.steps import StepResult, merge_steps
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """Record of one run. Its last step is the measured one."""
+    """Results of one training run on one rank, or merged from all ranks."""
 
     steps: tuple[StepResult, ...]
     activation_peak_bytes: int
-    """Peak activation bytes on the device in the measured step."""
+    """Peak activation bytes on the device in the step whose memory is measured."""
     samples: tuple[LedgerSample, ...]
-    """Activation bytes over the measured step."""
+    """Activation bytes over that step."""
     activation_peak_place: str = ""
-    """Place of the peak in the step, for example `layers.3.core_attn mb=2`. Empty without an engine."""
+    """Op at which the peak occurs, for example `layers.3.core_attn mb=2`. Empty without an engine."""
     allocator_peak_bytes: int | None = None
-    """Peak of the device's allocator, including parameters. None on a CPU."""
+    """Peak bytes of the device's allocator, including parameters. None on a CPU."""
     stats: StepStats | None = None
     """Engine statistics. None without offload."""
     ranks: int = 1
@@ -29,20 +29,19 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """The steps whose time counts: not the first, a warm-up, and not the last, which the measurement slows."""
+        """Timed steps: all but the first, which warms up, and the last, which is slowed by measuring memory."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:
-        """Return the median time of a step, or None with fewer than three steps."""
+        """Return the median of the timed steps, or None with fewer than three steps."""
         return statistics.median(step.seconds for step in self.timed_steps) if self.timed_steps else None
 
 
 def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     """Merge the records of all ranks into one.
 
-    Losses and gradients keep their rank in the name, so that a comparison covers every rank. Memory and time are the maximum
-    over ranks. Bytes moved, prefetch misses and waits are sums. The memory curve is from the rank with the highest activation
-    peak.
+    The record has the losses and gradients of every rank. Memory and time are the maximum over ranks. Copied bytes, prefetch
+    misses and waits are sums. The memory curve is from the rank with the highest activation peak.
     """
     if len(records) == 1:
         return records[0]

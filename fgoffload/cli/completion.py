@@ -1,4 +1,4 @@
-"""`fgoffload completion`: a script with which bash or zsh completes commands, flags and model names."""
+"""`fgoffload completion`: prints a script that completes commands, flags and model names in bash or zsh."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -8,13 +8,13 @@ from fgoffload.errors import ConfigError
 
 NAME = "completion"
 SUMMARY = "print a completion script for bash or zsh"
-DESCRIPTION = "Prints a script with which your shell completes commands, flags and model names."
+DESCRIPTION = "Prints a script for your shell that completes commands, flags and model names."
 USAGE = "fgoffload completion bash|zsh"
 EXAMPLE = "fgoffload completion bash"
-NOTES = "Add this to ~/.bashrc: source <(fgoffload completion bash)"
+NOTES = "To install it, add this line to ~/.bashrc:\n  source <(fgoffload completion bash)"
 
 SHELLS: Mapping[str, str] = {"bash": "", "zsh": "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"}
-"""Supported shells, with the commands that must run first: zsh loads bash's completion functions."""
+"""Commands to run first, by shell. zsh has to load bash's completion functions."""
 
 _SCRIPT = """\
 _fgoffload() {{
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Print the script for a shell."""
+    """Print the script for the shell in `options`."""
     if words:
         raise ConfigError(f"unknown option {words[0]!r}. Usage: {USAGE}.")
     print(SHELLS[options.shell] + write_script(options.flags), end="")
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def write_script(flags: Mapping[str, Sequence[str]]) -> str:
-    """Return a completion script for bash from the flags of each command."""
+    """Return a bash script that completes commands and their `flags`."""
     models = [path.stem for path in list_models()]
     positional = dict.fromkeys(("train", "plan", "profile", "bench"), models) | {NAME: list(SHELLS)}
     words = {command: [*own, *positional.get(command, ())] for command, own in flags.items()} | {"help": list(flags)}

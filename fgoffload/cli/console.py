@@ -8,15 +8,15 @@ from rich.table import Table
 
 
 class PipeConsole(Console):
-    """A console that raises on a closed pipe. rich's own exits with 1, which means a difference here."""
+    """A console that raises on a closed pipe. rich would exit with 1, which is our exit code for a difference."""
 
     def on_broken_pipe(self) -> NoReturn:
-        """Raise the error of the write."""
+        """Raise an error, so that `main` returns the exit code of a closed pipe."""
         raise BrokenPipeError
 
 
 def make_table(*, left: Sequence[str] = (), right: Sequence[str] = (), last: Sequence[str] = (), **options: Any) -> Table:
-    """Return an empty table with columns of text, columns of numbers, and more columns of text."""
+    """Return an empty table with text columns, then right-aligned columns, then more text columns."""
     table = Table(**options)
     for heading in left:
         table.add_column(heading)

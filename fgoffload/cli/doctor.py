@@ -16,24 +16,24 @@ NAME = "doctor"
 SUMMARY = "check your machine"
 DESCRIPTION = (
     "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for problems "
-    "that make offload slow, wrong or impossible. Each row is ok, warning, error or skipped, and says how to fix a problem. "
-    "The exit code is 1 if a row is an error."
+    "that make offload slow, wrong or impossible. Each result is ok, warning, error or skipped. Problems include a fix. "
+    "The exit code is 1 if there is an error."
 )
 USAGE = "fgoffload doctor [--json]"
 EXAMPLE = "fgoffload doctor"
 NOTES = ""
-EXIT_WELL, EXIT_ERRORS = 0, 1
+EXIT_OK, EXIT_ERRORS = 0, 1
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red", "skipped": "dim"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run the checks, show the rows, and return 1 if a row is an error."""
+    """Run the checks, show the results, and return 1 if one is an error."""
     if words:
         raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], options.own_flags)} Usage: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
         print(json.dumps({"checks": rows}, indent=2))
     else:
         _show_table(results)
-    return EXIT_ERRORS if has_error else EXIT_WELL
+    return EXIT_ERRORS if has_error else EXIT_OK
 
 
 def _show_table(results: "Sequence[CheckResult]") -> None:
@@ -57,10 +57,10 @@ def _show_table(results: "Sequence[CheckResult]") -> None:
     table = Table(show_header=False, show_lines=True)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")  # keep paths whole, so that they can be copied
+    table.add_column(overflow="fold")  # do not shorten paths
     for result in results:
         status = result.status.value
-        # Text, since brackets in a path or message are not markup.
+        # In a str, rich would read brackets in a path or message as markup.
         found = Text(result.found)
         if result.fix:
             found.append(f"\nfix: {result.fix}", style=_STYLES[status])

@@ -1,4 +1,4 @@
-"""Shows errors as one line, and the traceback on request."""
+"""Shows errors in one line, with the traceback on request."""
 
 import contextlib
 import os
@@ -18,5 +18,5 @@ def show_error(error: Exception) -> None:
 
 def show_line(message: str) -> None:
     """Show `message` on stderr in one line that starts with the program's name."""
-    with contextlib.suppress(OSError):  # if stderr cannot be written, the exit code must do
+    with contextlib.suppress(OSError):  # if stderr is closed, only the exit code reports the error
         print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)

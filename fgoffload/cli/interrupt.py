@@ -1,4 +1,4 @@
-"""Ends the process soon after Ctrl-C, whatever it is doing.
+"""Ends the process within two seconds of Ctrl-C, whatever it is doing.
 
 Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
 library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
-"""How long the main thread may take to close files. The process must end within two seconds."""
+"""Time for the main thread to close files before the process ends."""
 
 
 @contextlib.contextmanager
@@ -26,7 +26,7 @@ def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
         yield
         return
     read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)  # `set_wakeup_fd` needs it: a signal handler must not block
+    os.set_blocking(write_end, False)  # `set_wakeup_fd` requires this: a signal handler must not block
     body_ended = threading.Event()
     earlier_fd = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     watcher = threading.Thread(target=_watch, args=(read_end, body_ended, exit_code), name="fgoffload-interrupt", daemon=True)
@@ -44,7 +44,7 @@ def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
 
 
 _STOP = 0
-"""Tells the watcher to stop. No signal has this number."""
+"""Byte that stops the watcher. No signal has this number."""
 
 
 def _watch(read_end: int, body_ended: threading.Event, exit_code: int) -> None:

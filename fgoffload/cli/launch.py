@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from fgoffload.errors import ConfigError, OffloadError
 
 _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-"""Variables that Megatron-LM reads in a run of a single process."""
+"""Variables that Megatron-LM requires, with values for a single process."""
 
 _PATIENCE_S = 30.0
-"""How long a process with an error waits for the launcher to end it, while local rank 0 shows the same error."""
+"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +33,23 @@ class Launch:
         return self.rank == 0
 
     @contextlib.contextmanager
-    def one_voice(self) -> Iterator[None]:
-        """Let only local rank 0 show an error that all processes of its machine raise.
+    def show_errors_once(self) -> Iterator[None]:
+        """Show an error only once if all processes of a machine raise it: local rank 0 shows it.
 
-        Use it for work that is the same in all processes, such as reading flags and files. The other processes wait until the
+        Use this for work that all processes repeat, such as reading flags and files. The other processes wait until the
         launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show theirs.
         """
         try:
             yield
         except OffloadError:
             if self.local_rank != 0:
-                # A launcher ends all processes as soon as one exits. Exiting now could end local rank 0 before it shows the
-                # error.
+                # The launcher ends all processes as soon as one exits, maybe before local rank 0 has shown the error.
                 time.sleep(_PATIENCE_S)
             raise
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the launch that `torchrun` has set in `environment`, or a launch of a single process.
+    """Read the launch from the variables that `torchrun` sets. Without them, return a launch of a single process.
 
     Raises:
         ConfigError: A variable is not a number, or the rank is out of range.
@@ -62,7 +61,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
         return Launch()
     if rank >= world_size:
         raise ConfigError(
-            f"RANK {rank} is not within 0 to {world_size - 1}, as WORLD_SIZE {world_size} requires. Start the processes with "
+            f"RANK {rank} is not below WORLD_SIZE {world_size}. Start the processes with "
             "torchrun, or unset WORLD_SIZE to train in a single process."
         )
     local_rank = _read_number(environment, "LOCAL_RANK") if "LOCAL_RANK" in environment else rank
@@ -70,7 +69,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def set_up_process(environment: MutableMapping[str, str]) -> int:
-    """Return this process's rank for a training script. Without a launcher, set up `environment` for a single process.
+    """Return the rank of this process. Without a launcher, set the variables in `environment` for a single process.
 
     Raises:
         ConfigError: Variables of the launcher are missing or not numbers.
@@ -85,7 +84,7 @@ def set_up_process(environment: MutableMapping[str, str]) -> int:
         return 0
     if len(given) < 3:
         raise ConfigError(
-            f"the environment has {' and '.join(given)}, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start the processes "
+            f"the environment sets {' and '.join(given)}, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start the processes "
             f"with torchrun, or unset {' and '.join(given)} to train in a single process."
         )
     return _read_number(environment, "RANK")
@@ -95,7 +94,7 @@ def _read_number(environment: Mapping[str, str], name: str) -> int:
     text = environment[name]
     if not (text.isascii() and text.isdigit()):
         raise ConfigError(
-            f"the environment has {name}={text!r}, which is not a number. Start the processes with torchrun, or unset {name} "
+            f"the environment sets {name}={text!r}, which is not a number. Start the processes with torchrun, or unset {name} "
             "to train in a single process."
         )
     return int(text)

@@ -1,4 +1,4 @@
-"""Runs a training step by step and measures the last one. Imports torch: only a command that trains imports this."""
+"""Trains step by step, and measures time and memory. Only commands that train import this module, since it imports torch."""
 
 import contextlib
 import dataclasses
@@ -34,13 +34,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """A training setup, the same in each run, including seed and data."""
+    """Setup of the compared training runs, including seed and data."""
 
     arguments: TrainingArguments
     text: TextData
     """The training text."""
     flags: tuple[str, ...]
-    """Megatron's flags: first from the file, then from the command line."""
+    """Megatron's flags, first those of the file, then those of the command line."""
 
 
 def load_training(
@@ -52,7 +52,7 @@ def load_training(
     steps: int | None = None,
     world_size: int = 1,
 ) -> Training:
-    """Read flags and text, and check everything that can be checked before the model is built.
+    """Read the flags and the text, and check both before the model is built.
 
     Args:
         path: The argument file.
@@ -63,7 +63,7 @@ def load_training(
         world_size: Number of processes started.
 
     Raises:
-        ConfigError: A flag or the text is wrong.
+        ConfigError: A flag or the text is invalid.
         PlanError: The plan file cannot be read, or was made for another model or setup.
     """
     flags = read_argument_file(path, variables=os.environ)
@@ -71,7 +71,7 @@ def load_training(
     check_supported(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
-    # Check the second run too: an error there would waste the whole first run.
+    # Check the setup with offload too. Otherwise its error would appear only after the whole first run.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
     if arguments.offload is not None:
@@ -81,8 +81,8 @@ def load_training(
             get_default_budget_bytes()  # raises if the launcher's variables are not numbers
     if arguments.train_iters <= arguments.steps_until_replay:
         _logger.warning(
-            "--cuda-graph-impl %s: none of the %d steps replays graphs, since the first %d run eagerly or capture. Train for "
-            "more steps.",
+            "--cuda-graph-impl %s: none of the %d steps replays graphs, since the first %d run eagerly or capture graphs. "
+            "Train for more steps.",
             arguments.cuda_graph_impl,
             arguments.train_iters,
             arguments.steps_until_replay,
@@ -118,34 +118,34 @@ def describe_training(arguments: TrainingArguments) -> str:
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
     """Train within `process_groups`, and return the merged record of all ranks.
 
-    Activation bytes are counted in only one step, since counting slows it: the last step without replayed graphs.
+    Counting activation bytes slows a step, so only one step is counted: the last one without replayed graphs.
 
     Args:
-        training: The setup. The model is built here and freed at the end.
+        training: The setup. The model is built at the start and freed at the end.
         offload: The options, or None to train without offload.
         on_step: Called after every step with its mean loss over all ranks.
 
     Raises:
-        ConfigError: Megatron-Core refused the arguments while the model was built or in the first step.
+        ConfigError: Megatron-Core rejected the arguments while the model was built or in the first step.
         PlanError: The memory budget is below the static memory.
         InternalError: The run failed only with offload.
     """
-    with _explain_refusal(training, offload, "while the model was built"):
+    with _explain_rejection(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
-        configured = training.arguments.offload  # without offload too, so that the first run finds the error
+        configured = training.arguments.offload  # check it before the first run, which is without offload
         if configured is not None and configured.offload_memory_budget_bytes is not None:
             check_static(count_parameter_bytes(trainer.chunks), budget_bytes=configured.offload_memory_budget_bytes)
         ledger = ActivationLedger(parameters=trainer.parameters())
         records = []
         for number in range(1, training.arguments.train_iters + 1):
             if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
-                # From here on graphs only replay. Do not count the memory of eager steps and of the capture.
+                # Steps from here on only replay graphs. Exclude the peaks of eager steps and of the capture.
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number <= training.arguments.steps_until_replay + 1:
-                    when = "in the first step" if number == 1 else f"in step {number}, before CUDA graphs only replay"
-                    around.enter_context(_explain_refusal(training, offload, when))
+                    when = "in the first step" if number == 1 else f"in step {number}, before CUDA graphs are replayed"
+                    around.enter_context(_explain_rejection(training, offload, when))
                 if number == _find_counted_step(training):
                     around.enter_context(trainer.observe(ledger))
                 records.append(trainer.run_step())
@@ -164,17 +164,17 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the step, from 1, whose activation bytes are counted. Replayed graphs hide the tensors that they save."""
+    """Return the number, from 1, of the step whose activation bytes are counted. Replayed graphs hide their saved tensors."""
     if not training.arguments.captures_graphs:
         return training.arguments.train_iters
     return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))
 
 
 @contextlib.contextmanager
-def _explain_refusal(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
-    """Turn an exception of Megatron-Core about its arguments into a one-line error.
+def _explain_rejection(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
+    """Turn an exception that Megatron-Core raises for its arguments into a one-line error.
 
-    Such exceptions occur while the model is built and in the first steps, up to the first replay of CUDA graphs.
+    Megatron-Core raises them while the model is built, and in the first steps up to the first replay of CUDA graphs.
     """
     try:
         yield
@@ -185,9 +185,9 @@ def _explain_refusal(training: Training, offload: OffloadConfig | None, when: st
         see = f"Set {TRACEBACK_VARIABLE}=1 to see the traceback"
         if offload is None:
             raise training.arguments.source.refuse(
-                f"Megatron-Core refused these arguments {when}: {text}. Change the flags that the message names. {see}."
+                f"Megatron-Core rejected these arguments {when}: {text}. Change the flags in that message. {see}."
             ) from error
         raise InternalError(
-            f"{training.arguments.source}: offload failed {when}, but the same arguments trained without offload: {text}. "
+            f"{training.arguments.source}: offload failed {when}, but the same arguments work without offload: {text}. "
             f"{see}, and report it with the argument file."
         ) from error

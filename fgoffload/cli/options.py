@@ -1,4 +1,4 @@
-"""Parsing of options that commands share."""
+"""Parses options that several commands share."""
 
 import argparse
 import difflib
@@ -17,23 +17,23 @@ DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser`. It is optional there, so that `check_argument_file` reports a missing one."""
+    """Add the argument file to `parser` as optional, since `check_argument_file` has a better error if it is missing."""
     meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """Return ` Did you mean --json?` with the nearest of `known`, or an empty string."""
+    """Return ` Did you mean --json?` with the most similar of `known`, or an empty string."""
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def suggest_model(name: str) -> str:
-    """Return a sentence with the nearest shipped model, or an empty string if `name` is a path."""
+    """Return a sentence with the most similar shipped model, or an empty string if `name` is a path."""
     if not name.isidentifier():
         return ""
-    meant = suggest(name, [path.stem for path in list_models()])
-    return f"{meant} `fgoffload plan --list` shows the models that come with fgoffload."
+    hint = suggest(name, [path.stem for path in list_models()])
+    return f"{hint} `fgoffload plan --list` shows the models that come with fgoffload."
 
 
 def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
@@ -45,18 +45,18 @@ def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, ex
         example: A complete command line.
 
     Raises:
-        ConfigError: It is missing, not a file, or of another kind.
+        ConfigError: The file is missing, is not a regular file, or is JSON.
     """
     name = options.arguments_file
-    meant = suggest(flags[0], options.own_flags) if flags else ""
+    hint = suggest(flags[0], options.own_flags) if flags else ""
     if not name:
-        raise ConfigError(f"ARGUMENTS.sh is missing. Pass a Megatron argument file first, for example: {example}.{meant}")
-    # os.path, since Path.is_file raises on a name that is too long.
+        raise ConfigError(f"ARGUMENTS.sh is missing. Pass a Megatron argument file first, for example: {example}.{hint}")
+    # Path.is_file would raise on a name that is too long.
     if not os.path.isfile(name):
         if (shipped := find_model(name)) is not None:
             return shipped
-        meant = meant or suggest_model(name)
-        raise ConfigError(f"argument file {name!r} {say_why_no_file(name)}.{meant} Pass a file before any Megatron flag.")
+        hint = hint or suggest_model(name)
+        raise ConfigError(f"argument file {name!r} {explain_unusable_file(name)}.{hint} Pass a file before any Megatron flag.")
     if name.endswith(".json"):
         raise ConfigError(
             f"argument file {name!r} is JSON, but a training run needs Megatron's flags. Pass a Megatron argument file, for "
@@ -67,7 +67,7 @@ def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, ex
 
 def read_count(text: str) -> int:
     """Parse a whole number of at least 1, for argparse."""
-    # Not int() alone: it accepts ` 1_0 `, and has its own error for thousands of digits.
+    # int() alone accepts ` 1_0 `, and raises another error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use 1 or more.")
     if int(text) < 1:
@@ -88,7 +88,7 @@ def read_path(text: str) -> Path:
     return Path(os.path.expanduser(text))
 
 
-def say_why_no_file(name: str) -> str:
+def explain_unusable_file(name: str) -> str:
     """Return why `name` is not a regular file, as the end of a sentence."""
     if os.path.isdir(name):
         return "is a folder"
@@ -99,23 +99,23 @@ def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.Pat
     """Check an output file before the work starts, and return its path.
 
     Args:
-        name: As typed.
-        flag: Its flag.
-        inputs: Input files by description, which must not be overwritten. None if not given.
+        name: The file, as typed.
+        flag: The flag that sets it, for errors.
+        inputs: Input files by description, which must not be overwritten. None if the user passed none.
 
     Raises:
-        ConfigError: It cannot be written, or is an input.
+        ConfigError: The file cannot be written, or is one of `inputs`.
     """
     if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
-        raise ConfigError(f"--plot {name!r} has an unsupported image format. End it with one of {', '.join(PLOT_SUFFIXES)}.")
+        raise ConfigError(f"--plot {name!r} has an unsupported image format. Use one of {', '.join(PLOT_SUFFIXES)}.")
     path = os.path.expanduser(name)
-    for what, given in inputs.items():
+    for description, given in inputs.items():
         if given is not None and os.path.realpath(os.path.expanduser(given)) == os.path.realpath(path):
-            raise ConfigError(f"{flag} {name!r} is {what}, and would be overwritten. Use another file.")
+            raise ConfigError(f"{flag} {name!r} is {description}, and would be overwritten. Use another file.")
     try:
         check_writable(Path(path))
     except OSError as error:
         raise ConfigError(
-            f"{flag} {name!r} cannot be written: {error.strerror}. Use a writable file in a folder that exists."
+            f"{flag} {name!r} cannot be written: {error.strerror}. Use a writable file in an existing folder."
         ) from error
     return Path(path)

@@ -33,21 +33,21 @@ logger = logging.getLogger(__name__)
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
 DESCRIPTION = (
-    "Predicts memory and step time of a training run. Chooses keep, recompute or offload for each module and layer, so that "
-    "the step is as fast as a memory budget allows. Needs no GPU and no torch."
+    "Finds the fastest way to train a model within a memory budget: it keeps, recomputes or offloads the activations of each "
+    "module in each layer. Predicts memory and step time. Needs neither a GPU nor torch."
 )
 USAGE = """\
 fgoffload plan MODEL --gpu NAME [OPTIONS] [MEGATRON FLAGS]
        fgoffload plan --list"""
-NOTES = f"Any other flag describes the model and overrides its file: --seq-length 8192, --num-gpus 256. {SIZE_UNITS}"
+NOTES = f"All other flags are Megatron's and override the file, for example --seq-length 8192 or --num-gpus 256. {SIZE_UNITS}"
 
 SWEEP_POINTS = 12
-"""Number of evenly spaced budgets in a sweep, from the smallest feasible one to the baseline's peak."""
+"""Number of evenly spaced budgets in a sweep, from the smallest feasible budget to the baseline's peak."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    # nargs="?", so that our own error reports a missing file.
+    # nargs="?", so that `check_options` reports a missing model with its own message.
     model_help = "a Megatron argument file, a Hugging Face config.json, or a model name from --list"
     parser.add_argument("model", metavar="MODEL", nargs="?", help=model_help)
     parser.add_argument("--list", action="store_true", help="show the models that come with fgoffload")
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gpu", metavar="NAME", help="device, for example h100, b200 or gb300 (all: docs/reference/hardware.md)")
     add("--hardware", metavar="FILE", type=read_path, help="another device, as JSON (docs/reference/hardware.md)")
     add = hardware.add_argument
-    add("--profile", metavar="FILE", type=read_path, help="output of `fgoffload profile`, of the model or only of the link")
+    add("--profile", metavar="FILE", type=read_path, help="output of `fgoffload profile`, for the model or only for the link")
     reserve_help = "GPU memory for the CUDA context, NCCL and fragmentation"
     add("--reserve", metavar="SIZE", dest="reserve_bytes", type=read_size, help=reserve_help)
     add = hardware.add_mutually_exclusive_group().add_argument
@@ -71,17 +71,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--thorough", action="store_true", help="search about ten times as long")
     add = parser.add_argument_group("parallel sizes and optimizer").add_argument
     for short, flag in SHORT_FLAGS.items():
-        default = " (default: as --tp, as in Megatron)" if short == "--etp" else ""
+        default = " (default: same as --tp)" if short == "--etp" else ""
         add(short, metavar="N", type=read_count, help=flag + default)
     optimizer_help = "count Adam's states (default, unless the profile has no optimizer)"
     add("--with-optimizer", action="store_true", dest="has_optimizer", default=None, help=optimizer_help)
-    add("--no-optimizer", action="store_false", dest="has_optimizer", help="count no optimizer states")
+    add("--no-optimizer", action="store_false", dest="has_optimizer", help="do not count optimizer states")
     add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the numbers of the sweep")
-    plot_help = f"plot memory over the step, or with --sweep step time against memory (default: {FRONTIER})"
+    add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the results of the sweep")
+    plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
     add("--timeline", metavar="FILE", help="write a Chrome trace of the streams of the rank with the highest peak")
-    add("--verbose", action="store_true", help="show treatments by kind of layer, their cost, and each rank")
+    add("--verbose", action="store_true", help="also show the cost of each action, and the memory and time of each rank")
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
             print(f"{path.stem:24}  {read_summary(path)}")
         return 0
     checked = check_options(options, megatron_flags)
-    # Warnings about assumptions follow the plan. Without a plan only the error is shown.
+    # Show warnings about assumptions after the plan. If planning fails, show only the error.
     with hold_messages():
         return _plan(checked)
 
@@ -108,7 +108,7 @@ def _plan(checked: PlanOptions) -> int:
     budget_bytes = None if checked.sweep else choose_budget(checked.budget_bytes, hardware)
     console = PipeConsole()
     model, parallelism = _read_model_or_suggest(console, checked, hardware)
-    _warn_of_ignored(checked)
+    _warn_about_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
@@ -124,7 +124,7 @@ def _plan(checked: PlanOptions) -> int:
     )
     if not console.is_terminal:
         console.width = 160 if checked.verbose or checked.sweep else WIDTH
-    with _explain_lack(console, checked, subject, assumptions):
+    with _explain_too_little_memory(console, checked, subject, assumptions):
         if budget_bytes is None:
             show_sweep(console, subject, ranks, checked, points=SWEEP_POINTS, host_budget_bytes=host_budget_bytes)
         else:
@@ -135,7 +135,7 @@ def _plan(checked: PlanOptions) -> int:
 def _read_model_or_suggest(
     console: "PipeConsole", checked: PlanOptions, hardware: "Hardware | None"
 ) -> "tuple[ModelShape, Parallelism]":
-    """Return the model and its ranks. If the typed number of GPUs is impossible, show layouts that fit."""
+    """Return the model and its parallel sizes. If `--num-gpus` is invalid for them, show layouts that fit."""
     has_count = "--num-gpus" in checked.megatron_flags
     try:
         model, parallelism = _read_model(checked)
@@ -144,14 +144,14 @@ def _read_model_or_suggest(
             _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
     if checked.model.suffix == ".json" and parallelism.world_size == 1 and not has_count:
-        show_line(f"{checked.model} does not set the number of GPUs, so 1 is assumed. Use --num-gpus.")
+        show_line(f"{checked.model} does not set the number of GPUs, so 1 is assumed. Set it with --num-gpus.")
     return model, parallelism
 
 
 def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Hardware", *tried: Sequence[str]) -> None:
-    """Show layouts that fit, with at least the number of GPUs of the command or the file.
+    """Show layouts that fit, on at least as many GPUs as the command line or the file sets.
 
-    Each of `tried` is a group of short flags to set to 1. The first group that makes the number of GPUs possible is used.
+    Each of `tried` is a group of short flags to set to 1. The first group that makes the number of GPUs valid is used.
     """
     from fgoffload.cli.plan_fits import show_layouts
 
@@ -173,7 +173,7 @@ def _add_flags(checked: PlanOptions, flags: Sequence[str]) -> PlanOptions:
 def _build_ranks(
     checked: PlanOptions, found: "PlannedDevice", model: "ModelShape", parallelism: "Parallelism", assumptions: "Assumptions"
 ) -> "tuple[str, Sequence[RankModel], int]":
-    """Return a description of the planned device, the pipeline ranks, and the reserved bytes of each rank."""
+    """Return a description of the device, the pipeline ranks, and the reserved bytes of each rank."""
     from fgoffload.planner.host_overhead import assume_host
     from fgoffload.planner.model_ranks import build_ranks
 
@@ -181,7 +181,7 @@ def _build_ranks(
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-        if profile is not None:  # it has rates by copy size and the slowdown of compute
+        if profile is not None:  # it has rates for each copy size, and the slowdown of compute
             link = profile.link.to_model()
             ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
@@ -196,10 +196,10 @@ def _build_ranks(
 
 
 @contextlib.contextmanager
-def _explain_lack(
+def _explain_too_little_memory(
     console: "PipeConsole", checked: PlanOptions, subject: "Subject", assumptions: "Assumptions"
 ) -> Iterator[None]:
-    """If no budget of the device is enough, raise an error that says so. Without a typed budget, suggest layouts too."""
+    """Raise a clearer error if even all of the device's memory is too little. Without a typed budget, also suggest layouts."""
     from fgoffload.cli.plan_fits import show_fits
 
     hardware = subject.hardware
@@ -210,11 +210,11 @@ def _explain_lack(
             raise
         if checked.budget_bytes is None:
             show_fits(console, subject.model, subject.parallelism, hardware, assumptions)
-            # By default, tensor-parallel ranks split each expert, which may need more GPUs than there are.
+            # By default, tensor-parallel ranks split each expert, which may require more GPUs than the run has.
             _suggest_layouts(console, checked, hardware, ("--etp",), ())
         raise PlanError(
             f"{error.why} {hardware.name} has only {format_bytes(hardware.device_memory_bytes)}. Spread the model over more "
-            "ranks, or name a larger device."
+            "ranks, or use a larger device."
         ) from error
 
 
@@ -229,16 +229,16 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=checked.own_flags)
 
 
-def _warn_of_ignored(checked: PlanOptions) -> None:
-    """Warn of flags that select what to offload or recompute. Shipped models have them for training runs."""
+def _warn_about_ignored(checked: PlanOptions) -> None:
+    """Warn about flags that the planner ignores. Files of shipped models may have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
     is_shipped = any(checked.model.samefile(path) for path in list_models())
     words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
-    # This flag only switches offload on.
+    # That flag only enables offload, so it needs no warning.
     if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
-        logger.warning("the planner chooses what to offload and recompute itself, and ignores %s.", ", ".join(ignored))
+        logger.warning("the planner ignores %s, since it chooses what to offload and recompute.", ", ".join(ignored))
 
 
 def _read_flags(path: Path) -> Sequence[str]:

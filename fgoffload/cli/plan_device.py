@@ -1,4 +1,4 @@
-"""The device of a plan, from the table, a file or a profile, and the budgets of its ranks."""
+"""Finds the device of a plan, and the memory budgets of its ranks."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """The device of all ranks."""
+    """The device that all ranks use."""
 
     hardware: "Hardware | None"
     """Hardware from the table or a file, with the link of `profile` if given. None with a profile of a training run."""
     profile: "Profile | None"
-    """The profile of a training run, or of only the link."""
+    """A profile of a training run, or only of the link."""
     link_line: str = ""
-    """A line about the link, if it comes from a profile of only the link."""
+    """Text about the link, if a profile measured only the link."""
 
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
-    """Return the device of the table, a hardware file, or a profile of a training run.
+    """Return the device from the hardware table, a hardware file, or a profile.
 
     Raises:
-        ConfigError: A file cannot be read, the name is unknown, or the flags name two devices.
+        ConfigError: A file cannot be read, the device is unknown, or two flags set the device.
     """
     from fgoffload.planner.timing.profile import Profile
 
@@ -39,8 +39,8 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
     if measured.ranks:
         if checked.gpu is not None or checked.hardware is not None:
             raise ConfigError(
-                f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile}, recorded in a "
-                "training run, both name the device. Use one of them."
+                f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile} both set the device, "
+                "since the profile is of a training run. Use only one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
     device = _replace_link(_read_hardware(checked, measured), measured)
@@ -61,7 +61,7 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
     link = Link(
         d2h_bytes_per_s=d2h_bytes_per_s,
         h2d_bytes_per_s=h2d_bytes_per_s,
-        # It is measured separately, so it can slightly exceed the slower direction.
+        # The duplex rate is measured separately, so it may slightly exceed the slower direction.
         duplex_bytes_per_s=min(rates.duplex_bytes_per_s, d2h_bytes_per_s, h2d_bytes_per_s),
         is_measured=True,
     )
@@ -69,8 +69,8 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
 
 
 def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardware":
-    """Return the device of the options, or without one the device on which the link was measured."""
-    from fgoffload.planner.timing.hardware import HARDWARE, Hardware, get_hardware
+    """Return the device in the options. Without one, return the device on which the link was measured."""
+    from fgoffload.planner.timing.hardware import Hardware, get_hardware
 
     if checked.hardware is not None:
         return Hardware.load(checked.hardware)
@@ -80,36 +80,36 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
         if checked.gpu is None and measured is not None:
             raise ConfigError(
                 f"--profile {checked.profile} has only the link, measured on {measured.device!r}, which is not in the hardware "
-                "table. Name the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+                "table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
             ) from error
-        known, _, _ = str(error).removeprefix("hardware ").partition(" Use one of:")
-        raise ConfigError(f"--gpu {known} Use one of: {', '.join(HARDWARE)}; or your own device: --hardware FILE.") from error
+        known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
+        raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
 
 
 def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
-    """Return the memory budget of each rank: the given one, or all of the device's memory.
+    """Return the memory budget of each rank: `given_bytes`, or all of the device's memory.
 
     Raises:
-        ConfigError: The device has less memory, or the device is from a profile, which lacks the memory size.
+        ConfigError: The budget exceeds the device's memory, or is missing with a profile, which has no memory size.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:
             raise ConfigError(
                 f"--offload-memory-budget {format_bytes(given_bytes)} is more than the memory of {hardware.name}, "
-                f"{format_bytes(hardware.device_memory_bytes)}. Use that or less, leave it out, or name a larger device."
+                f"{format_bytes(hardware.device_memory_bytes)}. Use at most that, omit the flag, or use a larger device."
             )
         return given_bytes
     if hardware is None:
         raise ConfigError(
-            "--offload-memory-budget is missing, and a profile has none. For example: --offload-memory-budget 76GiB."
+            "--offload-memory-budget is missing. --profile requires it, for example: --offload-memory-budget 76GiB."
         )
     return hardware.device_memory_bytes
 
 
 def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
-    """Return the host budget of a rank, or None for no limit, and its source.
+    """Return the host budget of a rank, or None for no limit, and a text about its source.
 
-    The default is the engine's default on an otherwise idle node: a share of its memory, divided by its ranks.
+    The default is the same as the engine's on an idle node: a share of the node's memory, divided by its ranks.
     """
     from fgoffload.planner.model_ranks import count_ranks_per_node
 
@@ -122,7 +122,8 @@ def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", wor
             source += f"; all {ranks} ranks of a node together exceed its {format_bytes(node_bytes)}"
         return given_bytes, source
     budget_bytes = int(node_bytes * HOST_SHARE / ranks)
+    share = f" divided by {ranks} ranks" if ranks > 1 else ""
     return budget_bytes, (
-        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)} divided by {ranks}; "
+        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)}{share}; "
         "a training run uses the same share of the memory that is free when it starts"
     )

@@ -1,4 +1,4 @@
-"""Output of `fgoffload plan` for a model that does not fit: memory by pipeline rank, and layouts that would fit."""
+"""Shows memory by pipeline rank, and layouts that would fit, if a model does not fit."""
 
 import contextlib
 import itertools
@@ -21,7 +21,7 @@ from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes
 
 ReadModel: TypeAlias = Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]
-"""Reads a model with additional flags."""
+"""Function that reads the model with additional flags."""
 MOST_GPUS = 16384
 """Maximum number of GPUs of a suggested layout."""
 LONG_SEQUENCE = 16384
@@ -37,9 +37,9 @@ class RankFit(NamedTuple):
 
     static_bytes: int
     activation_bytes: int
-    """Peak activation bytes of a step that keeps everything on the device."""
+    """Peak activation bytes if everything stays on the device."""
     recomputed_bytes: int
-    """Peak activation bytes under full recompute: the inputs of all layers, and everything of one layer."""
+    """Peak activation bytes under full recompute: the inputs of all layers, and all activations of one layer."""
     logits_bytes: int
 
 
@@ -47,7 +47,7 @@ def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumpti
     """Return the memory of each pipeline rank.
 
     Raises:
-        ConfigError: The ranks cannot share the model.
+        ConfigError: The parallel sizes are invalid for the model.
     """
     layer_bytes = {
         number: sum(tensor.size_bytes for tensor in list_saved_tensors(make_layer_shape(model, parallelism, number)))
@@ -94,9 +94,9 @@ def show_layouts(
     assumptions: Assumptions,
     read_model: ReadModel,
 ) -> None:
-    """Print layouts that would fit, with the number of GPUs of `parallelism` or more.
+    """Print layouts that would fit, on at least as many GPUs as `parallelism` has.
 
-    `read_model` reads the model with more flags, and raises ConfigError if they do not suit the model.
+    `read_model` raises ConfigError for flags that are invalid for the model.
     """
     shown = 0
     for flags in _list_layouts(model, parallelism, hardware):
@@ -122,7 +122,7 @@ def _find_peak(passes: Sequence[tuple[bool, int]], chunk_bytes: Sequence[int]) -
 
 
 def _list_layouts(model: ModelShape, parallelism: Parallelism, hardware: Hardware) -> Iterator[list[str]]:
-    """Yield the flags of possible layouts: fewest GPUs first, then the smallest parallel sizes."""
+    """Yield the flags of candidate layouts: those with the fewest GPUs first, then those with the smallest parallel sizes."""
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     experts = 1 if model.experts is None else model.experts.num_experts
     contexts = (1, 2, 4, 8) if model.seq_length >= LONG_SEQUENCE else (1,)
@@ -140,7 +140,7 @@ def _list_layouts(model: ModelShape, parallelism: Parallelism, hardware: Hardwar
 def _list_flags(
     model: ModelShape, parallelism: Parallelism, gpus: int, tensor: int, pipeline: int, context: int, expert: int
 ) -> list[str]:
-    """Return the flags of a layout, sizes of 1 included, since the model's file may have others."""
+    """Return the flags of a layout, including sizes of 1, since the model's file may set other sizes."""
     replica = parallelism.micro_batch_size * (gpus // (tensor * pipeline * context))
     samples = parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
     sizes = {"--num-gpus": gpus, "--tp": tensor, "--pp": pipeline, "--cp": context, "--ep": expert, "--etp": 1}

@@ -1,4 +1,4 @@
-"""The options of `fgoffload plan`, checked before anything heavy is imported."""
+"""Checks the options of `fgoffload plan` without heavy imports."""
 
 import argparse
 import dataclasses
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fgoffload.cli.options import check_output_file, say_why_no_file, suggest_model
+from fgoffload.cli.options import check_output_file, explain_unusable_file, suggest_model
 from fgoffload.cli.shipped_models import find_model
 from fgoffload.errors import ConfigError
 
@@ -20,7 +20,7 @@ _CONFIG = "config.json"
 """File name of a Hugging Face model's configuration."""
 
 OUTPUTS = ("json", "plot", "timeline")
-"""Options that name a file to write."""
+"""Options for output files."""
 
 SHORT_FLAGS: Mapping[str, str] = {
     "--tp": "--tensor-model-parallel-size",
@@ -30,7 +30,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "--ep": "--expert-model-parallel-size",
     "--etp": "--expert-tensor-parallel-size",
 }
-"""Short names of the parallel sizes, with Megatron's flag for each."""
+"""Short flags for parallel sizes, with Megatron's flag for each."""
 
 FRONTIER = "frontier.png"
 """Default file for the plot of a sweep, in the current folder."""
@@ -43,9 +43,9 @@ class PlanOptions:
     model: Path
     """An argument file, or a config.json."""
     megatron_flags: tuple[str, ...]
-    """Flags typed on the command line, with short ones spelled out. They override the file's flags."""
+    """Megatron's flags from the command line, with short flags replaced. They override the file's flags."""
     own_flags: tuple[str, ...]
-    """Names of this command's own flags, for suggestions."""
+    """This command's own flags, for suggestions."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None
@@ -55,22 +55,22 @@ class PlanOptions:
     """Host memory of each rank."""
     reserve_bytes: int | None
     has_optimizer: bool | None
-    """Whether optimizer states count. None follows the profile, or counts Adam's without one."""
+    """Whether to count optimizer states. None uses the profile's setting; without a profile, Adam's states are counted."""
     sweep: bool
     thorough: bool
     verbose: bool
     host: "HostGuess | None"
-    """Assumed host. None follows the profile, or assumes a step that is not launch-bound."""
+    """Assumed host. None uses the profile; without a profile, the step is assumed not to be launch-bound."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
-    """Return the checked options, without heavy imports. `megatron_flags` are the words that the parser does not know.
+    """Return the checked options. `megatron_flags` are the arguments that the parser does not recognize.
 
     Raises:
-        ConfigError: An option has a wrong value.
+        ConfigError: An option has an invalid value.
     """
     options.model = _find_model_path(options.model)
     if options.gpu is options.hardware is options.profile is None:
@@ -93,14 +93,14 @@ def _find_model_path(name: str | None) -> Path:
             f"first, for example: {EXAMPLE}."
         )
     path = Path(name)
-    # os.path, since Path.is_file raises on a name that is too long.
-    if os.path.isfile(path / _CONFIG):  # the folder of a model, as transformers accepts it
+    # Path.is_file would raise on a name that is too long.
+    if os.path.isfile(path / _CONFIG):  # a model's folder, which transformers accepts too
         path /= _CONFIG
     if not os.path.isfile(path):
         if (shipped := find_model(name)) is None:
             raise ConfigError(
-                f"model {name!r} {say_why_no_file(name)}.{suggest_model(name)} Pass a file or a shipped model, for example: "
-                f"{EXAMPLE}."
+                f"model {name!r} {explain_unusable_file(name)}.{suggest_model(name)} Pass a file or a shipped model, for "
+                f"example: {EXAMPLE}."
             )
         path = shipped
     if path.suffix in (".py", ".yaml", ".yml"):
@@ -111,20 +111,20 @@ def _find_model_path(name: str | None) -> Path:
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
-    """Refuse options for a single plan together with `--sweep`."""
+    """Reject options for a single plan if `--sweep` is set."""
     single = {"--offload-memory-budget": options.budget_bytes, "--timeline": options.timeline}
     for flag, value in (single | {"--thorough": options.thorough, "--verbose": options.verbose}).items():
         if options.sweep and value not in (None, False):
-            raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Leave one of them out.")
+            raise ConfigError(f"--sweep plans for many budgets, but {flag} is for a single plan. Use only one of them.")
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Check the output files and replace their names with paths. Two outputs in one file would overwrite each other."""
-    inputs = {"the model": options.model, "the file of --profile": options.profile, "the file of --hardware": options.hardware}
+    """Check the output files, and replace their names in `options` with paths. Each file must be used only once."""
+    inputs = {"the model": options.model, "the --profile file": options.profile, "the --hardware file": options.hardware}
     for name in OUTPUTS:
         if (file := getattr(options, name)) is not None:
             setattr(options, name, check_output_file(file, flag=f"--{name}", inputs=inputs))
-            inputs[f"the file of --{name}"] = file
+            inputs[f"the --{name} file"] = file
 
 
 def _find_host(options: argparse.Namespace) -> "HostGuess | None":

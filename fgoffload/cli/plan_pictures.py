@@ -1,4 +1,4 @@
-"""Plots of plans: memory over a step, and step time against memory."""
+"""Plots memory over a step, and step time against memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,16 +11,16 @@ from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
 
 MOST_OVERHEAD = 1.5
-"""Maximum step time over the baseline in the plot of a sweep."""
+"""Upper limit of the step time, relative to the baseline, in the plot of a sweep."""
 MOST_DRAWN_SPANS = 4000
-"""Maximum number of stream spans of a rank for which a plot shows the whole step."""
+"""Maximum number of ops and copies of a rank for which a plot shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selective recompute": "D", "offload everything": "v"}
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
-    """Plot the device memory of a pipeline rank over a step. With many microbatches the plot ends a little after the peak.
+    """Plot the device memory of a pipeline rank over a step. With many microbatches, the plot ends soon after the peak.
 
     `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
 
@@ -49,7 +49,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
 
 
 def _find_shown_end(result: StepResult, rank: int) -> float:
-    """Return the time at which the plot ends: at the end of the step, or after the peak if the step has many passes."""
+    """Return the time at which the plot ends: the end of the step, or soon after the peak if the step has many spans."""
     timeline = result.ranks[rank].timeline
     if timeline is None or len(timeline.spans) <= MOST_DRAWN_SPANS:
         return result.step_s
@@ -60,7 +60,7 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
     """Plot step time over the baseline against peak memory, for plans and for Megatron's own flags.
 
-    Plans are a line and baselines are points. The legend has the numbers of baselines outside the plot.
+    Plans form a line, and baselines are points. The legend shows the values of baselines outside the plot.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -87,7 +87,7 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
 def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
     """Return empty axes of a new plot. `height` is in inches, `x` and `y` are the labels."""
-    # Imported here, since it takes as long as a plan. pyplot would need a display.
+    # Importing matplotlib takes as long as planning. pyplot would require a display.
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(8.5, height), layout="constrained").subplots()

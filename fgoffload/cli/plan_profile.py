@@ -1,7 +1,7 @@
-"""Builds the ranks of a plan from a profile, after checking that the profile is for the planned training run.
+"""Builds the ranks of a plan from a profile, after checking that the profile matches the planned run.
 
-A profile fixes times, saved bytes and static memory. The number of microbatches, the reserve, window, prefetch and the
-smallest offloaded size may differ. Everything else is compared, so that no plan is made for another model.
+The profile provides times, saved bytes and static memory. The planned run may differ from the measured one only in the number
+of microbatches, the reserve, the window, the prefetch, and the minimum offloaded size.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Fields that may differ from the measured run. Each kind of fused gate saves the same bytes."""
+"""Fields that may differ from the measured run. The kind of a fused gate does not change the saved bytes."""
 
 
 def build_profiled_ranks(
@@ -35,30 +35,30 @@ def build_profiled_ranks(
 
     Args:
         profile: The measured profile.
-        path: Its file, for errors.
-        checked: The options: the model's file, the reserve, and whether optimizer states count.
+        path: The profile's file, for errors.
+        checked: The options, with the model's file and the reserve.
         model: The planned model.
-        parallelism: Its parallel sizes and microbatches.
-        assumptions: Assumptions from its other flags.
+        parallelism: The planned parallel sizes and microbatches.
+        assumptions: The planner's assumptions, from the other flags.
 
     Raises:
-        ConfigError: The profile is of another run. The message names the first difference.
+        ConfigError: The profile is of a different run. The message shows the first difference.
     """
     measure = f"fgoffload profile {checked.model} --json {path}"
     if profile.training is None:
-        raise ConfigError(f"profile {path} does not say which run it measured. Measure again: {measure}.")
+        raise ConfigError(f"profile {path} does not contain the flags of the measured run. Measure again: {measure}.")
     differences = [*_compare_runs(profile.training, checked, model, parallelism, assumptions)]
     if checked.has_optimizer not in (None, profile.has_optimizer):
         differences.append(("has_optimizer", profile.has_optimizer, checked.has_optimizer))
     if differences:
         name, measured, planned = differences[0]
         raise ConfigError(
-            f"profile {path} is of {profile.training.source} with {name} {measured!s:.60}, and {checked.model} has "
-            f"{planned!s:.60}. Plan with the model and the flags that were measured, or measure this one: {measure}."
+            f"profile {path} was measured on {profile.training.source} with {name} {measured!s:.60}, but {checked.model} has "
+            f"{planned!s:.60}. Plan with the measured model and flags, or measure this model: {measure}."
         )
     if assumptions.graphs != NO_CAPTURE:
         logger.warning(
-            "profile %s is of eager steps: if they were launch-bound, steps with CUDA graphs are faster than predicted.", path
+            "profile %s was measured without CUDA graphs. If it was launch-bound, steps are faster than predicted.", path
         )
     has_shared_overlap = model.experts is not None and model.experts.has_shared_overlap
     return tuple(
@@ -74,11 +74,11 @@ def build_profiled_ranks(
 def _compare_runs(
     training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield name, measured value and planned value of each difference."""
-    source = str(checked.model)  # so that warnings match the planned run's, and are shown once
+    """Yield the name, the measured value and the planned value of each difference."""
+    source = str(checked.model)  # a warning about both runs has the same text, so it is shown once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
-    # Parallel sizes first: others follow from them, such as the padded vocabulary.
+    # Compare parallel sizes first, since others depend on them, such as the padded vocabulary.
     yield from _compare_fields("", measured_parallelism, parallelism)
     yield from _compare_fields("", measured_model, model)
     yield from _compare_fields("", measured.state, assumptions.state)

@@ -1,4 +1,4 @@
-"""Makes a plan or a sweep, prints it, and writes its files."""
+"""Computes a plan or a sweep, prints it, and writes the output files."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, format_bytes
 
 PATIENCE_S = 2.0
-"""Seconds of work after which a line of progress is printed."""
+"""Seconds after which a line about the work in progress is printed."""
 
 
 def show_plan(
@@ -59,7 +59,7 @@ def show_plan(
     budget_bytes: int,
     host_budget_bytes: int | None,
 ) -> None:
-    """Plan, print the summary, and write the files. Budgets are per rank; None is no limit.
+    """Plan, print the summary, and write the files. Budgets are per rank; None means no limit.
 
     Raises:
         ConfigError: A file cannot be written.
@@ -76,7 +76,7 @@ def show_plan(
         if text:
             console.print(text, highlight=False)
     if checked.verbose:
-        with _working("pricing"):
+        with _working("computing costs"):
             tables = [build_decision_table(report), build_kept_table(report)] if solution.plan.actions else []
         for table in (*tables, build_peak_table(report), build_rank_table(report)):
             console.print(table)
@@ -85,21 +85,21 @@ def show_plan(
         _write(checked.json, plan.to_json(predicted=list_prediction(report, subject)))
     console.print(describe_use(solution, checked.json), soft_wrap=True, highlight=False)
     if not checked.verbose and solution.plan.actions:
-        console.print("--verbose shows each kind of layer, each rank, and the reasons.")
+        console.print("--verbose also shows each kind of layer, each rank, and the reasons.")
     if checked.plot is not None or checked.timeline is not None:
         with _working("drawing"):
             _draw_step(report, checked, budget_bytes=budget_bytes, title=subject.title)
 
 
 @contextlib.contextmanager
-def _working(what: str) -> Iterator[None]:
+def _working(task: str) -> Iterator[None]:
     """Show a spinner on a terminal. Elsewhere, print a line if the body takes more than two seconds."""
     bar = PipeConsole(stderr=True)
     if bar.is_terminal:
-        with bar.status(what):
+        with bar.status(task):
             yield
         return
-    late = threading.Timer(PATIENCE_S, show_line, (f"{what} ...",))
+    late = threading.Timer(PATIENCE_S, show_line, (f"{task} ...",))
     late.start()
     try:
         yield
@@ -108,7 +108,7 @@ def _working(what: str) -> Iterator[None]:
 
 
 def _draw_step(report: PlanReport, checked: PlanOptions, *, budget_bytes: int, title: str) -> None:
-    """Write the plot and the trace of the rank with the highest peak under the plan."""
+    """Write the plot and the trace of the rank that has the highest peak under the plan."""
     only = report.solution.result.worst_rank.rank
     detailed = simulate(report.ranks, report.solution.plan, detail=Detail.TIMELINE, only=only)
     if checked.plot is not None:
@@ -130,20 +130,20 @@ def show_sweep(
     points: int,
     host_budget_bytes: int | None,
 ) -> None:
-    """Plan for `points` budgets and the peaks of the baselines, print the table, and write the files.
+    """Plan for `points` evenly spaced budgets and each baseline's peak, print the table, and write the files.
 
     Raises:
         ConfigError: A file cannot be written.
     """
-    with _working("looking for the smallest budget"):
+    with _working("finding the smallest budget"):
         least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
         report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
     most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
-    # Step time may drop steeply between two budgets, so each baseline's peak is a budget too.
-    same = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
-    budgets = sorted(even | same)
+    # Step time may drop steeply between two budgets, so plan for each baseline's peak too.
+    peaks = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
+    budgets = sorted(even | peaks)
     with _working(f"planning for {len(budgets)} budgets"):
         solutions = list(sweep(ranks, budgets, host_budget_bytes=host_budget_bytes))[::-1]
     console.print(build_sweep_table(report.baselines, solutions, subject))
@@ -162,7 +162,7 @@ def show_sweep(
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
-    """Return lines about the parts of the budget, the flags for a training run, and the host budget. None is a sweep."""
+    """Describe the parts of the budget, the flags for a training run, and the host budget. Use None for a sweep."""
     reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
     if budget_bytes is None:
         text, size = f"Each budget includes {reserve}", "SIZE, without the reserve"

@@ -1,4 +1,4 @@
-"""Summarizes a plan in 80 columns: whether it fits, what it costs, and the flags to train with it."""
+"""Summarizes a plan in 80 columns: whether it fits, its cost, and the flags to train with it."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fgoffload.cli.console import make_table
-from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead
+from fgoffload.cli.plan_tables import OVERHEAD_NOISE, PLAN, Subject, find_costs, find_uncertainty, format_overhead, list_notes
 from fgoffload.plan import Action
 from fgoffload.planner.entry import PlanReport
 from fgoffload.planner.model_ranks import count_host_bytes_per_node
@@ -29,7 +29,7 @@ _ACTIONS = {
 
 
 def build_summary_table(report: PlanReport, subject: Subject) -> Table:
-    """Return a table of the baselines and the plan: peak, step time, overhead, and whether it fits the budget."""
+    """Return a table of the baselines and the plan: peak, step time, overhead, and whether each fits the budget."""
     headings = ("peak", f"step ±{find_uncertainty(subject):.0%}", "over baseline", "fits")
     table = make_table(left=("",), right=headings, width=WIDTH)
     baseline_s = report.baselines["baseline"].step_s
@@ -52,13 +52,14 @@ def format_step(seconds: float) -> str:
 
 
 def describe_notes(report: PlanReport, subject: Subject) -> str:
-    """Return lines on noise, host memory and selective recompute."""
-    lines = [f"~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise."]
+    """Describe overheads within noise, selective recompute, and host memory."""
+    results = (*report.baselines.values(), report.solution.result)
+    lines = list_notes(results, report.baselines["baseline"].step_s)
     usual = " ".join(choose_usual_modules(report.ranks))
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")
         if report.baselines["selective recompute"].peak_bytes > report.baselines["baseline"].peak_bytes:
-            lines.append("Its checkpoint saves more than fused attention does.")
+            lines.append("Its checkpoint saves more than fused attention, so its peak is higher.")
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""
@@ -71,7 +72,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
 
 
 def describe_treatments(solution: Solution) -> str:
-    """Return a line for each action: its tags, with the number of layers if the action is not on all layers."""
+    """Return a line for each action: its tags, with the number of layers if it does not apply to all layers."""
     chosen: dict[Action, dict[str, set[int]]] = {}
     able: dict[str, set[int]] = {}
     for decision in solution.decisions:
@@ -90,7 +91,7 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return the flags for training: the nearest setting of Megatron's own flags, and the plan file."""
+    """Return the flags for training: the fastest setting of Megatron's own flags, and the plan file."""
     if not solution.plan.actions:
         return "Everything is kept on the GPU: the run fits the budget without a plan."
     text = []
@@ -102,12 +103,13 @@ def describe_use(solution: Solution, path: Path | None) -> str:
         cost = "as fast as the plan" if slower < OVERHEAD_NOISE else f"{slower:.0%} slower than the plan"
         cost += f", with a peak of {format_bytes(nearest.result.peak_bytes)}"
         flags = nearest.flags.list_arguments()
-        text.append(f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}" if flags else "Megatron needs no flags for it.")
+        own = f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}"
+        text.append(own if flags else "The run fits the budget without flags.")
     if path is None:
-        text.append("With the plan itself: add --json plan.json here, then train with `fgoffload run`.")
+        text.append("To use this plan, write it with --json plan.json, then train with `fgoffload run`.")
     else:
-        own = ("--fine-grained-activation-offloading", "--offload-plan", str(path))
-        text.append(f"With the plan, using `fgoffload run`:\n{fold_flags(own)}")
+        flags = ("--fine-grained-activation-offloading", "--offload-plan", str(path))
+        text.append(f"With this plan, under `fgoffload run`:\n{fold_flags(flags)}")
     return "\n".join(text)
 
 
@@ -118,7 +120,7 @@ def fold_flags(words: Sequence[str]) -> str:
 
 
 def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
-    """Return the predicted numbers for the plan file, in bytes and seconds."""
+    """Return the predictions for the plan file, in bytes and seconds."""
     nearest = report.solution.nearest
     return {
         "budget_bytes": report.solution.budget_bytes,
@@ -141,7 +143,7 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
 
 
 def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
-    """Return the predicted numbers of a sweep, in bytes and seconds."""
+    """Return the predictions of a sweep, in bytes and seconds."""
     return {
         "step_uncertainty": find_uncertainty(subject),
         "reserve_bytes": subject.reserve_bytes,

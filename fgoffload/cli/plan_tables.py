@@ -1,4 +1,4 @@
-"""The tables of `fgoffload plan`."""
+"""Builds the tables of `fgoffload plan`."""
 
 import dataclasses
 from collections import Counter
@@ -26,8 +26,8 @@ PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
 """Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
 Four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads within this distance of 1 are noise. It is smaller than the uncertainty, since most errors of two steps of a run
-are equal and cancel."""
+"""Overheads within this distance of 1 are noise. It is smaller than the uncertainty, since two predictions for the same model
+share most of their error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,17 +41,17 @@ class Subject:
     device: str
     """Name of the device."""
     reserve_bytes: int
-    """Reserve of each device, outside the allocator. Counted as static memory."""
+    """Memory of each device outside the allocator, counted as static memory."""
     host_budget: str
     """The host budget of a rank and its source, as text."""
     takes_auto: bool = True
     """Whether `--offload-modules auto` works. It does not with CUDA graphs."""
     link_line: str = ""
-    """A line about the link, if it comes from a profile of only the link."""
+    """Text about the link, if a profile measured only the link."""
 
     @property
     def title(self) -> str:
-        """One line with the model, its ranks and the device."""
+        """The model, its parallel sizes, the device and the microbatches, in one line."""
         sizes = self.parallelism
         parts = {"tp": sizes.tensor_parallel_size, "pp": sizes.pipeline_parallel_size, "vp": sizes.chunks}
         parts |= {"cp": sizes.context_parallel_size, "ep": sizes.expert_parallel_size, "dp": sizes.data_parallel_size}
@@ -73,18 +73,18 @@ def find_uncertainty(subject: Subject) -> float:
 def build_decision_table(report: PlanReport) -> Table:
     """Return a table with a row for each kind of layer, tag and action: bytes, cost and reason."""
     table = make_table(
-        left=("layers of kind", "tag or unit", "action"),
-        right=("layers", "frees", "offloads", "recompute", "copies hidden", "exposed", "costs"),
-        last=("why",),
-        title="What the plan does",
-        caption="frees, offloads, recompute: per microbatch and layer; copies: per step, all ranks; costs: step time that this "
-        "row alone adds on its most affected rank; negative: it shortens other waits",
+        left=("kind of layer", "tag or unit", "action"),
+        right=("layers", "frees", "offloads", "recompute", "hidden copies", "exposed copies", "cost"),
+        last=("reason",),
+        title="Actions of the plan",
+        caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum of all ranks; cost: step time "
+        "that the row adds on the rank it slows most, negative if it shortens other waits",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in solution.decisions:
-        # A tag that neither frees, moves nor recomputes anything only accompanies another tag.
+        # Skip a tag that only accompanies another tag: it frees, copies and recomputes nothing.
         if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
@@ -100,14 +100,15 @@ def build_decision_table(report: PlanReport) -> Table:
             _format_range((decision.recompute_s for decision in decisions), format_ms),
             *(map(format_ms, copies) if copies else "--"),
             "?" if price is None else _format_cost(price.cost_s),
-            "another treatment in the plan requires it" if price is None else price.describe(),
+            "another action of the plan requires it" if price is None else price.describe(),
         )
     return table
 
 
 def build_kept_table(report: PlanReport) -> Table:
     """Return a table of kept tags and units. Entries with the same kind of layer, count and reason share a row."""
-    table = make_table(left=("layers of kind", "tags and units"), right=("layers",), last=("why",), title="What it keeps")
+    headings = ("kind of layer", "tags and units")
+    table = make_table(left=headings, right=("layers",), last=("reason",), title="Kept on the GPU")
     counts: Counter[tuple[str, str, str]] = Counter()
     for decision in report.solution.decisions:
         if decision.action is Action.KEEP:
@@ -124,7 +125,7 @@ def build_peak_table(report: PlanReport) -> Table:
     """Return a table of the peaks of each pipeline rank and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
-    table = make_table(right=headings, last=("where the plan peaks",), title="Peak by pipeline rank")
+    table = make_table(right=headings, last=("place of the plan's peak",), title="Peak by pipeline rank")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
         peaks = (result.ranks[place].peak_bytes for result in results.values())
@@ -137,8 +138,9 @@ def build_peak_table(report: PlanReport) -> Table:
 
 def build_rank_table(report: PlanReport) -> Table:
     """Return a table of the parts of each pipeline rank's step time under the plan."""
-    headings = ("rank", "step", "compute", "slowed by copies", "waits for copies", "launch-bound", "for neighbours", "host")
-    table = make_table(right=headings, title="This plan by pipeline rank")
+    wait_names = ("waits for copies", "waits for the CPU", "waits for other ranks")
+    headings = ("rank", "step", "compute", "slowed by copies", *wait_names, "host memory")
+    table = make_table(right=headings, title="Step time by pipeline rank")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
         waits = result.waits
         times = (result.step_s, result.compute_s, result.slowed_s, waits.copies_s, waits.late_s, waits.neighbours_s)
@@ -149,14 +151,15 @@ def build_rank_table(report: PlanReport) -> Table:
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
     """Return a table with a row for each baseline, then for each budget from the largest to the smallest."""
     step = f"step ±{find_uncertainty(subject):.0%}"
+    baseline_s = baselines["baseline"].step_s
+    results = (*baselines.values(), *(solution.result for solution in solutions))
     table = make_table(
         left=("",),
         right=("budget", "peak", step, "over baseline", "offloads a step", "recompute", "waits for copies"),
         title=subject.title,
-        caption=f"predicted; the maximum over ranks\n~ is within {OVERHEAD_NOISE:.0%} of the baseline: noise",
+        caption="\n".join(("predicted; maximum over ranks", *list_notes(results, baseline_s))),
         title_justify="left",
     )
-    baseline_s = baselines["baseline"].step_s
     for name, result in baselines.items():
         table.add_row(name, "", *_list_sweep_cells(result, baseline_s), end_section=name == list(baselines)[-1])
     for solution in solutions:
@@ -165,7 +168,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
 
 
 def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
-    """Return one formatted number, or a range if layers differ."""
+    """Return one formatted number, or a range if the layers differ."""
     found = sorted(numbers)
     return " to ".join(dict.fromkeys((write(found[0]), write(found[-1])))) if any(found) else "-"
 
@@ -175,8 +178,14 @@ def _format_or_dash(value: float, write: Callable[[float], str]) -> str:
 
 
 def format_overhead(ratio: float) -> str:
-    """Return a ratio to the baseline's step time. ~ marks a ratio within noise of 1."""
+    """Format a step time relative to the baseline. ~ marks a difference that is noise."""
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
+
+
+def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
+    """Return a footnote on ~ if the overhead of one of `results` has it."""
+    is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
+    return [f"~: within {OVERHEAD_NOISE:.0%} of the baseline, which is noise."] if is_marked else []
 
 
 def _format_cost(seconds: float) -> str:
@@ -185,7 +194,7 @@ def _format_cost(seconds: float) -> str:
 
 
 def find_costs(result: StepResult) -> tuple[int, float, float]:
-    """Return the maxima over ranks of offloaded bytes, seconds of recompute, and seconds of waiting for copies in a step."""
+    """Return the maximum over ranks of a step's offloaded bytes, recompute seconds, and seconds of waiting for copies."""
     return (
         max(rank.d2h_bytes for rank in result.ranks),
         max(rank.recompute_s for rank in result.ranks),
@@ -206,7 +215,7 @@ def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
 
 
 def _sum_copies(ranks: Sequence[RankResult]) -> dict[tuple[str, str, Action], tuple[float, float]]:
-    """Return the hidden and the exposed seconds of copies over all ranks, by kind of layer, tag and action."""
+    """Return the hidden and exposed copy seconds of all ranks, by kind of layer, tag and action."""
     found: dict[tuple[str, str, Action], tuple[float, float]] = {}
     for one in (tag for rank in ranks for tag in rank.tags):
         hidden_s, exposed_s = found.get((one.kind, one.tag, one.action), (0.0, 0.0))

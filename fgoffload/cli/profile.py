@@ -1,4 +1,4 @@
-"""`fgoffload profile`: measures the link between GPU and host and, with an argument file, steps of its model."""
+"""`fgoffload profile`: measures the link between GPU and host and, with an argument file, a step of its model."""
 
 import argparse
 import dataclasses
@@ -16,39 +16,39 @@ if TYPE_CHECKING:
     from fgoffload.planner.timing.profile import Profile
 
 NAME = "profile"
-SUMMARY = "measure the link to the host and steps of a model"
+SUMMARY = "measure copy rates to the host and a model's step"
 DESCRIPTION = (
-    "Measures copy rates to and from the host by size, in both directions at once, and during a matrix product. With a "
-    "Megatron argument file, also measures the time and the saved bytes of each module in one step and, on a GPU, how much "
-    "copies slow a launch-bound step. `fgoffload plan --profile FILE` reads the result."
+    "Measures copy rates to and from the host for several sizes, in both directions at once, and during a matrix product. With "
+    "a Megatron argument file, it also measures the time and saved bytes of each module in one step and, on a GPU, how much "
+    "copies slow a launch-bound step. Pass the result to `fgoffload plan --profile FILE`."
 )
 USAGE = "fgoffload profile [ARGUMENTS.sh] [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile tiny_moe"
-NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
+NOTES = f"All other flags are passed to Megatron and override the file. {TRACEBACK_VARIABLE}=1 shows tracebacks of errors."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
-    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; without it, only the link is measured")
+    add_argument_file(parser, meaning="a Megatron argument file or a shipped model; omit it to measure only the link")
     parser.add_argument("--json", metavar="FILE", default="profile.json", help="file to write (default: profile.json)")
     parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, show the tables, write the file, and return 0. Rank 0 shows and writes."""
+    """Measure, show the tables, write the file, and return 0. Only rank 0 shows and writes."""
     launch = find_launch()
-    with launch.one_voice():
+    with launch.show_errors_once():
         json_file = _check_options(options, megatron_flags)
         from fgoffload.integrations.megatron.patching.imports import require_torch
 
         require_torch()
     profile = _measure(options, megatron_flags, launch)
     if launch.is_first:
-        profile.save(json_file)  # before the output, whose pipe may be closed, as with `| head -2`
+        profile.save(json_file)  # before printing, since a closed pipe raises, as with `| head -2`
         _show(profile)
         device = "" if profile.ranks else " --gpu NAME"
         print(f"Profile: {json_file}")
-        print(f"Plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
+        print(f"To plan with it: fgoffload plan {options.arguments_file or 'MODEL'}{device} --profile {json_file}")
     return 0
 
 
@@ -57,13 +57,13 @@ def _check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -
     name = options.arguments_file
     if name is None and megatron_flags:
         word = megatron_flags[0]
-        meant = suggest(word, options.own_flags)
-        raise ConfigError(f"{word!r} needs a model.{meant} Pass an argument file first: {EXAMPLE}.")
+        hint = suggest(word, options.own_flags)
+        raise ConfigError(f"{word!r} needs a model.{hint} Pass an argument file first: {EXAMPLE}.")
     if name is None and options.data is not None:
         raise ConfigError(f"--data {options.data!r} needs a model. Pass an argument file first: {EXAMPLE}.")
     if name is not None:
         name = options.arguments_file = str(check_argument_file(options, megatron_flags, example=EXAMPLE))
-    inputs = {"the argument file": name, "the file of --data": options.data}
+    inputs = {"the argument file": name, "the --data file": options.data}
     return check_output_file(options.json, flag="--json", inputs=inputs)
 
 
@@ -75,7 +75,7 @@ def _measure(options: argparse.Namespace, megatron_flags: Sequence[str], launch:
     from fgoffload.cli.measurement import load_training, process_groups
     from fgoffload.planner.timing.profile import MeasuredTraining
 
-    with launch.one_voice(), hold_messages():
+    with launch.show_errors_once(), hold_messages():
         training = load_training(
             Path(options.arguments_file),
             megatron_flags,
@@ -103,7 +103,7 @@ def _show(profile: "Profile") -> None:
     for rank in profile.ranks:
         console.print(describe_rank(rank), soft_wrap=True)
     if profile.plain_step_s is not None:
-        console.print(f"baseline step, without instrumentation: {format_ms(profile.plain_step_s)}", soft_wrap=True)
+        console.print(f"baseline step without instrumentation: {format_ms(profile.plain_step_s)}", soft_wrap=True)
     slowdown = find_host_slowdown(profile)
     if slowdown is not None:
         console.print(describe_compared_steps(profile, slowdown), soft_wrap=True)

@@ -1,4 +1,4 @@
-"""The tables of `fgoffload profile`."""
+"""Builds the tables of `fgoffload profile`."""
 
 from collections.abc import Iterator
 
@@ -13,7 +13,7 @@ from fgoffload.units import format_bytes, format_ms
 
 
 def build_tables(profile: Profile) -> Iterator[Table]:
-    """Yield a table of the link, and one for each kind of layer of each pipeline rank."""
+    """Yield a table of the link, and a table for each kind of layer on each pipeline rank."""
     yield _build_link_table(profile.link)
     for rank in profile.ranks:
         models = [layer.model for layer in rank.layers]
@@ -26,7 +26,7 @@ def build_tables(profile: Profile) -> Iterator[Table]:
 
 
 def describe_rank(rank: RankProfile) -> str:
-    """Return step time and memory of a pipeline rank."""
+    """Describe the step time and memory of a pipeline rank."""
     peak = "not counted on this device" if rank.peak_bytes is None else format_bytes(rank.peak_bytes)
     return (
         f"rank {rank.rank}: step {format_ms(rank.step_s)}, including {format_ms(rank.step_end_s)} after the last backward; "
@@ -35,18 +35,18 @@ def describe_rank(rank: RankProfile) -> str:
 
 
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
-    """Return the times of steps under plans, and the slowdown that plans assume from them."""
+    """Describe the step times measured under plans, and the slowdown that the planner derives from them."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
-    bound = ", the maximum that plans use" if slowdown >= MOST_SLOWDOWN else ""
+    bound = ", the maximum that plans assume" if slowdown >= MOST_SLOWDOWN else ""
     return (
-        f"steps under plans took {ratios} times as long as the baseline. Plans assume that copies slow compute by "
+        f"steps under trial plans took {ratios} times as long as the baseline. Plans assume that copies slow compute by "
         f"{slowdown:.1%}{bound}, and that each offloaded group costs {1e3 * find_group_s(slowdown):.2f} ms"
     )
 
 
 def _build_link_table(link: LinkProfile) -> Table:
     caption = f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
-    headings = ("copies of", "to host", "to device", "both at once, each")
+    headings = ("copy size", "to host", "to device", "each, both at once")
     table = make_table(right=headings, title="link to the host, GB/s", caption=caption)
     for copy in link.copies:
         rates = (copy.d2h_bytes_per_s, copy.h2d_bytes_per_s, copy.duplex_bytes_per_s)
@@ -62,7 +62,7 @@ def _build_layer_table(layer: LayerModel, title: str) -> Table:
     units = ", ".join(unit.name for unit in layer.units) or "none"
     caption = (
         f"forward {format_ms(layer.forward_s)}, backward {format_ms(layer.backward_s)}, saves "
-        f"{format_bytes(layer.saved_bytes)} a microbatch; bitwise identical when recomputed: {units}"
+        f"{format_bytes(layer.saved_bytes)} per microbatch; bitwise identical when recomputed: {units}"
     )
     table = make_table(left=("segment",), right=("forward ms", "backward ms", "saves"), title=title, caption=caption)
     for segment in layer.segments:

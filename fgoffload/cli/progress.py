@@ -1,4 +1,4 @@
-"""Progress bars of training runs, on stderr, so that stdout has only results."""
+"""Shows progress bars of training runs on stderr, so that stdout has only results."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fgoffload.cli.console import PipeConsole
 
 StartRun: TypeAlias = Callable[[str, int], Callable[[float], None]]
-"""Adds the bar of a run with a label and a number of steps, and returns a function that each step calls with its loss."""
+"""Adds the bar of a run from a label and a number of steps. Returns a function to call with the loss after each step."""
 
 
 @contextlib.contextmanager
@@ -23,7 +23,7 @@ def show_progress(*, is_shown: bool = True) -> Iterator[StartRun]:
 
         def start_run(label: str, steps: int) -> Callable[[float], None]:
             progress.update(loading, visible=False)
-            # In a log file a bar is noise, but silence looks like a hang.
+            # A bar would clutter a log file, but no output at all would look like a hang.
             if is_shown and is_disabled:
                 console.print(f"training {label}: {steps} {'step' if steps == 1 else 'steps'}")
             task = progress.add_task(label, total=steps, loss="")

@@ -1,4 +1,4 @@
-"""The table and the plot of `fgoffload train`."""
+"""Builds the table and the plot of `fgoffload train`."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -33,18 +33,19 @@ def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Diff
     add("loss, step 1", lambda record: f"{record.steps[0].loss:.6f}")
     add(f"loss, step {len(records[WITHOUT].steps)}", lambda record: f"{record.steps[-1].loss:.6f}")
     if WITH in records:
-        for what in ("losses", "gradients"):
+        for name in ("losses", "gradients"):
             answer = Text("yes", style="bold green")
-            if what in differences:
-                answer = Text(f"no, from step {differences[what].step}", style="bold red")
-            table.add_row(f"{what} bitwise identical", "", answer, end_section=what == "gradients")
+            if name in differences:
+                answer = Text(f"no, from step {differences[name].step}", style="bold red")
+            table.add_row(f"{name} bitwise identical", "", answer, end_section=name == "gradients")
     add("activations at peak", lambda record: format_bytes(record.activation_peak_bytes))
     if WITH in records:
         before, after = (records[label].activation_peak_bytes for label in (WITHOUT, WITH))
-        saved = 1 - after / before if before else 0.0
-        table.add_row("  reduced by", "", Text(f"{saved:.1%}", style="bold green"))
+        saved = f"{1 - after / before if before else 0.0:.1%}"
+        if saved.strip("-") != "0.0%":
+            table.add_row("  reduced by", "", Text(saved, style="bold green"))
         if place := records[WITH].activation_peak_place:
-            table.add_row("  where the peak is now", "", place)
+            table.add_row("  place of the peak", "", place)
     if all(record.allocator_peak_bytes is not None for record in records.values()):
         add("allocator at peak", lambda record: format_bytes(record.allocator_peak_bytes or 0))
     add("step time", _step_time, ends_section=True)
@@ -74,7 +75,7 @@ def _start_table(records: Mapping[str, RunRecord], title: str) -> Table:
     timed, ranks = len(record.timed_steps), ""
     steps = "step 2" if timed == 1 else f"median of steps 2 to {timed + 1}"
     if record.ranks > 1:
-        ranks = f"\n{record.ranks} ranks, all compared; memory and time: the maximum; bytes moved: the sum"
+        ranks = f"\n{record.ranks} ranks, all compared; memory and time: maximum; copied bytes: sum"
     caption = f"memory and bytes: step {len(record.steps)}{f'; step time: {steps}' if timed else ''}{ranks}"
     return make_table(
         left=("",), right=list(records), title=title, caption=caption, title_justify="left", caption_justify="left"
@@ -87,7 +88,7 @@ def _step_time(record: RunRecord) -> str:
 
 
 def _add_offload_rows(table: Table, record: RunRecord) -> None:
-    """Add rows of bytes copied, bytes kept on the GPU with the reason, host memory, and waits."""
+    """Add rows for copied bytes, bytes that stayed on the GPU with the reason, host memory, and waits."""
     if (stats := record.stats) is None:
         return
     kept: Counter[str] = Counter()
@@ -102,7 +103,7 @@ def _add_offload_rows(table: Table, record: RunRecord) -> None:
 
 
 def _step_curve(record: RunRecord) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the positions in percent of the step, and the activations in MiB."""
+    """Return positions in percent of the step, and the activations at each in MiB."""
     if not record.samples:
         return [0.0, 100.0], [0.0, 0.0]
     last = record.samples[-1].position or 1

@@ -1,4 +1,4 @@
-"""`fgoffload run`: runs an unchanged training script of Megatron-LM, transformers or TRL with offload."""
+"""`fgoffload run`: runs an unmodified training script of Megatron-LM, transformers or TRL with offload."""
 
 import argparse
 import contextlib
@@ -21,53 +21,52 @@ if TYPE_CHECKING:
     from fgoffload.integrations.megatron.launch import OwnFlags
 
 NAME = "run"
-SUMMARY = "run an unchanged training script with offload"
+SUMMARY = "run an unmodified training script with offload"
 DESCRIPTION = """\
-Runs an unchanged training script with offload. A Megatron-LM script accepts
-our flags next to its own. A script with a Trainer of transformers or TRL needs
-no flags: the command adds OffloadCallback. Rank 0 prints one line that says
-what was applied.
+Runs an unmodified training script with offload. For Megatron-LM, add the flags
+below to those of the script. For a Trainer of transformers or TRL, no flags
+are required: the command adds OffloadCallback. Rank 0 prints one line that
+describes the offload.
 
-End options for torchrun with `--`. These commands are equivalent:
+Put options for torchrun before `--`. These commands are equivalent:
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py ...
   torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py ..."""
 USAGE = """\
 fgoffload run [TORCHRUN OPTIONS --] SCRIPT.py
-                     [FLAGS OF THE SCRIPT, AND OURS]"""
+                     [FLAGS OF THE SCRIPT AND FGOFFLOAD]"""
 EXAMPLE = "fgoffload run --nproc-per-node 8 -- pretrain_gpt.py FLAGS"
 OWN_EXAMPLE = "fgoffload run train.py --offload-memory-budget 60GiB"
-NOTES = f"{SIZE_UNITS} The exit code is the script's, or 2 if one of our flags is wrong and the script does not start."
-EXAMPLE_VALUES: Mapping[str, str] = {}
+NOTES = f"{SIZE_UNITS} The exit code is that of the script, or 2 if a flag of fgoffload is invalid."
 OWN_FLAGS: Mapping[str, str] = {
-    "--fine-grained-activation-offloading": "switch offload on",
+    "--fine-grained-activation-offloading": "enable offload",
     "--offload-modules TAG ...": "tags to offload, or auto",
     "--offload-memory-budget SIZE": "GPU memory to plan for, with auto or a Trainer",
-    "--offload-plan FILE": "plan file: keep, recompute or offload for each layer",
+    "--offload-plan FILE": "plan file, with the action for each layer",
     "--offload-host-budget SIZE": "host memory limit of each rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
-    "--offload-prefetch SIZE": "bytes to reload ahead of backward",
+    "--offload-prefetch SIZE": "bytes to reload before backward needs them",
     "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
-    "--activation-offload-fraction PART": "part of a chunk's sites to offload, 0 to 1",
+    "--activation-offload-fraction PART": "fraction of each chunk's sites to offload, 0 to 1",
     "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
-    "--delay-offload-until-cuda-graph": "start copies once the next CUDA graph is launched",
+    "--delay-offload-until-cuda-graph": "start copies after the next CUDA graph is launched",
 }
-"""Flags with their meanings, for the help, which must not load torch. A test compares them with the parser."""
+"""Our flags for the help, which must not load torch. A test compares them with the parser."""
 
 
 class RunRequest(NamedTuple):
-    """The parsed words of `fgoffload run`."""
+    """Parsed arguments of `fgoffload run`."""
 
     torchrun_options: tuple[str, ...]
-    """Words before `--`; empty to run in this process."""
+    """Arguments before `--`. Empty to run in this process."""
     script: str
     """Path of the script, as typed."""
     words: tuple[str, ...]
-    """Words after the script."""
+    """Arguments after the script."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags only for `--help`, since `read_request` parses the words."""
-    group = parser.add_argument_group("our flags for Megatron-LM")
+    """Add our flags to the help. `read_request` parses the arguments, not `parser`."""
+    group = parser.add_argument_group("flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
         name, _, value = flag.partition(" ")
         if value:
@@ -80,16 +79,16 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     """Run the script in this process or under torchrun, and return its exit code."""
     request = read_request(words)
     if request.torchrun_options:
-        _take_own_flags(request)  # later, each rank would print an error
+        _take_own_flags(request)  # check them here, since later each rank would print the error
         return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
-    # A Trainer creates a process group if the environment has a rank, so a single process must have none.
+    # A Trainer creates a process group if the environment sets a rank, so do not set it for a single process.
     rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
-    with _named_in_errors(rank):
+    with _rank_in_errors(rank):
         return _run_here(request, is_first=rank == 0)
 
 
 def read_request(words: Sequence[str]) -> RunRequest:
-    """Parse the words after `fgoffload run`.
+    """Parse the arguments of `fgoffload run`.
 
     Raises:
         ConfigError: The script is missing or not a file.
@@ -101,7 +100,7 @@ def read_request(words: Sequence[str]) -> RunRequest:
         if "--" not in words:
             raise ConfigError(
                 f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} Put flags of the script after it, and "
-                f"end options for torchrun with --, for example: {EXAMPLE}."
+                f"options for torchrun before --, for example: {EXAMPLE}."
             )
         end = list(words).index("--")
         options, words = words[:end], words[end + 1 :]
@@ -120,30 +119,30 @@ def _find_own_flag(words: Sequence[str]) -> str | None:
 
 
 def run_torchrun(words: Sequence[str]) -> int:
-    """Run torchrun in this process with `words`, and return the exit code of the first rank that failed, or 0.
+    """Run torchrun in this process, and return the exit code of the first failed rank, or 0.
 
     torchrun itself exits with 1 whenever a rank fails.
 
     Raises:
-        ConfigError: torchrun does not know an option, or cannot use its value.
+        ConfigError: torchrun rejects an option or its value.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import config_from_args, main, parse_args
 
-    said = io.StringIO()
+    shown = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(shown):
             options = parse_args(list(words))  # type: ignore[no-untyped-call]
         if config_from_args(options)[0].nproc_per_node < 1:
             raise ValueError(f"--nproc-per-node {options.nproc_per_node} is below 1")
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"torchrun refuses its options: {error}. See `torchrun --help`.") from error
+        raise ConfigError(f"torchrun rejects its options: {error}. See `torchrun --help`.") from error
     except SystemExit as ended:
         if not ended.code:  # --help
             raise
-        why = said.getvalue().strip().rpartition("error: ")[2]
-        raise ConfigError(f"torchrun refuses its options: {why}. See `torchrun --help`.") from ended
+        why = shown.getvalue().strip().rpartition("error: ")[2]
+        raise ConfigError(f"torchrun rejects its options: {why}. See `torchrun --help`.") from ended
     try:
         main(list(words))
     except ChildFailedError as error:
@@ -166,16 +165,16 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             return _run_trainers(request, own, is_first=is_first)
         from fgoffload.integrations.megatron.launch import apply_to_script, describe_megatron
 
-        with collect_info("fgoffload.integrations.megatron") as said:
+        with collect_info("fgoffload.integrations.megatron") as messages:
             offload = apply_to_script(own.offload, own.script_words)
         if is_first:
-            show_line(" ".join((*said, describe_megatron())))
+            show_line(" ".join((*messages, describe_megatron())))
         try:
             exit_code = run_script(request.script, own.script_words)
             if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
                     f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Use a script "
-                    "that trains one, or leave our flags out."
+                    "that trains such a model, or remove the flags of fgoffload."
                 )
         finally:
             _remove(offload)
@@ -183,12 +182,12 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
 
 
 def _makes_trainers(request: RunRequest) -> bool:
-    """Return whether the script imports transformers or TRL, and offload for Megatron-Core is off."""
+    """Return whether the script imports transformers or TRL without offload for Megatron-Core."""
     return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
 def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> int:
-    """Run the script, and add the callback to each Trainer that it creates."""
+    """Run the script, and add OffloadCallback to each Trainer that it creates."""
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     makes_trainers = _makes_trainers(request)
@@ -213,22 +212,22 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 
     from fgoffload.integrations.megatron.launch import take_own_flags
 
-    own = take_own_flags(request.words)
+    own = take_own_flags(request.words, makes_trainers=_makes_trainers(request))
     if own.trainer_budget == "auto" and not torch.cuda.is_available():
-        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU, and there is none. Use a size, for example 60GiB.")
+        raise ConfigError("--offload-memory-budget auto needs a CUDA GPU. Use a size instead, for example 60GiB.")
     return own
 
 
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # a failed device fails again here, which must not hide the first error
-        show_line(f"warning: offload could not be removed at the end: {error}")
+    except (OffloadError, RuntimeError) as error:  # after a CUDA error this fails too, which must not hide the first error
+        show_line(f"warning: offload could not be removed after the script: {error}")
 
 
 @contextlib.contextmanager
-def _named_in_errors(rank: int) -> Iterator[None]:
-    """Name the rank in our errors, unless it is rank 0."""
+def _rank_in_errors(rank: int) -> Iterator[None]:
+    """Prefix our errors with the rank, unless it is rank 0."""
     try:
         yield
     except OffloadError as error:

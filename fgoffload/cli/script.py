@@ -1,4 +1,4 @@
-"""Runs a Python script in this process, as `python SCRIPT WORDS` does."""
+"""Runs a Python script in this process, as `python SCRIPT ARGUMENTS` does."""
 
 import ast
 import contextlib
@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
-from fgoffload.cli.options import say_why_no_file
+from fgoffload.cli.options import explain_unusable_file
 from fgoffload.errors import BudgetError
 
 EXIT_FAILED = 1  # Python's exit code for an uncaught exception
@@ -21,11 +21,11 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
 def find_fault(script: str) -> str | None:
     """Return why Python cannot run the file `script`, as the end of a sentence, or None."""
     if not os.path.isfile(script):
-        return say_why_no_file(script)
+        return explain_unusable_file(script)
     try:
         with open(script, "rb") as file:
             source = file.read()
-        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # Python runs these too
+        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # not bytecode or archive
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(source, script, "exec", dont_inherit=True)
@@ -41,7 +41,7 @@ def imports_any(script: str, packages: Collection[str]) -> bool:
     try:
         with open(script, "rb") as file:
             nodes = list(ast.walk(ast.parse(file.read())))
-    except (SyntaxError, ValueError):  # compiled, or an archive
+    except (SyntaxError, ValueError):  # bytecode or an archive
         return False
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -50,7 +50,7 @@ def imports_any(script: str, packages: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def script_folder_first(script: str) -> Iterator[None]:
-    """Put the folder of `script` first in `sys.path`, as Python does, in place of the entry for this program."""
+    """Replace the entry for this program in `sys.path` with the folder of `script`, as Python does for scripts."""
     folder = os.path.dirname(os.path.realpath(script))
     before = list(sys.path)
     own = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
@@ -62,9 +62,9 @@ def script_folder_first(script: str) -> Iterator[None]:
 
 
 def run_script(script: str, words: Sequence[str]) -> int:
-    """Run `script` as `__main__` and return the exit code that Python would return.
+    """Run `script` as `__main__`, and return the exit code that Python would return.
 
-    The traceback of an exception begins in the script.
+    Tracebacks start in the script.
     """
     before = list(sys.argv)
     sys.argv[:] = [script, *words]
@@ -73,8 +73,8 @@ def run_script(script: str, words: Sequence[str]) -> int:
     except SystemExit as ended:
         return _read_exit_code(ended)
     except BudgetError:
-        raise  # the budget is an option of `fgoffload run`, so its error is one line
-    except BaseException as error:  # noqa: BLE001 - any exception ends a script, and Python shows it
+        raise  # the budget may be a flag of `fgoffload run`, so `main` shows this error in one line
+    except BaseException as error:  # noqa: BLE001 - show every exception, as Python does
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)
         return EXIT_INTERRUPTED if isinstance(error, KeyboardInterrupt) else EXIT_FAILED
@@ -84,7 +84,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
 
 
 def _read_exit_code(ended: SystemExit) -> int:
-    """Return the exit code of `ended`. As in Python, text is printed to stderr and means failure."""
+    """Return the exit code of `ended`. If `ended` has a message instead, print it to stderr, as Python does."""
     if ended.code is None or isinstance(ended.code, int):
         return int(ended.code or 0)
     print(ended.code, file=sys.stderr)
@@ -92,7 +92,7 @@ def _read_exit_code(ended: SystemExit) -> int:
 
 
 def _find_own_part(traceback: TracebackType | None, script: str) -> TracebackType | None:
-    """Return `traceback` from the script's frame on, or None if the script did not run."""
+    """Return the part of `traceback` from the script's first frame on, or None if the script did not run."""
     while traceback is not None and traceback.tb_frame.f_code.co_filename != script:
         traceback = traceback.tb_next
     return traceback

@@ -1,4 +1,4 @@
-"""The argument files that come with the package. Commands accept their names instead of a path."""
+"""Finds the argument files that come with the package. Commands accept their names instead of paths."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import fgoffload
 
 
 def list_models() -> list[Path]:
-    """Return the argument files of the shipped models. A model's name is the stem of its file."""
+    """Return the argument files of the shipped models. A model's name is its file name without `.sh`."""
     package = Path(fgoffload.__file__).parent
-    installed = package / "arguments"  # in a checkout, the folder is next to the package
+    installed = package / "arguments"  # in a Git checkout, the folder is next to the package
     return sorted((installed if installed.is_dir() else package.parent / "arguments").glob("*.sh"))
 
 
@@ -18,6 +18,6 @@ def find_model(name: str) -> Path | None:
 
 
 def read_summary(path: Path) -> str:
-    """Return the summary in the first line of a shipped model's file."""
+    """Return the summary from the first line of a shipped model's file."""
     with path.open(encoding="utf-8") as file:
         return file.readline().partition(": ")[2].strip()

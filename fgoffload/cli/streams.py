@@ -1,4 +1,4 @@
-"""Terminal output other than results: messages of the library, and closed pipes."""
+"""Shows the library's log messages on the terminal, and handles closed output pipes."""
 
 import contextlib
 import logging
@@ -17,18 +17,17 @@ _SHOWN_INFO = (
     "fgoffload.integrations.transformers.launch",
     "fgoffload.integrations.transformers.callback",
 )
-"""Loggers whose INFO messages are shown: replaced symbols, plans of `--offload-modules auto`, offloaded trainers and their
-savings."""
+"""Loggers whose INFO messages are shown. They report CPU support, automatic plans, and the memory saved for a Trainer."""
 
 
 class LibraryLog(logging.Handler):
-    """Shows each warning of the library once on stderr."""
+    """Shows each log message of the library once on stderr."""
 
     def __init__(self) -> None:
         super().__init__()
         self._shown: set[str] = set()
         self._held: list[logging.LogRecord] | None = None
-        """Messages to show later. None if messages are shown at once."""
+        """Messages to show later. None if messages are shown immediately."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show `record` unless it was shown before, or hold it."""
@@ -46,7 +45,7 @@ class LibraryLog(logging.Handler):
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Show messages only after the body ends, and drop them if it raises, since an error is one line."""
+        """Show messages only after the body, and drop them if it raises, so that an error is the only line."""
         held: list[logging.LogRecord] = []
         self._held = held
         try:
@@ -58,7 +57,7 @@ class LibraryLog(logging.Handler):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Show messages until the body ends, and keep them from the root logger, which a script may configure."""
+        """Show messages until the body ends. Do not pass them to the root logger, whose handlers would show them too."""
         logger = logging.getLogger(_LIBRARY)
         level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
@@ -74,7 +73,7 @@ class LibraryLog(logging.Handler):
 
 @contextlib.contextmanager
 def hold_messages() -> Iterator[None]:
-    """Show the library's messages only after the body ends. See `LibraryLog.held`."""
+    """Show the library's messages only after the body. See `LibraryLog.held`."""
     with contextlib.ExitStack() as held:
         for handler in logging.getLogger(_LIBRARY).handlers:
             if isinstance(handler, LibraryLog):
@@ -84,7 +83,7 @@ def hold_messages() -> Iterator[None]:
 
 @contextlib.contextmanager
 def collect_info(name: str) -> Iterator[list[str]]:
-    """Collect the INFO messages of the logger `name` and its children. The list has them after the body."""
+    """Collect the INFO messages of the logger `name` and its children. The list is filled when the body ends."""
     found: list[str] = []
     logger, buffer = logging.getLogger(name), logging.handlers.BufferingHandler(capacity=10_000)
     logger.addHandler(buffer)
@@ -100,8 +99,8 @@ def flush_at_end() -> Iterator[None]:
     """Flush stdout and stderr when the body ends, so that a closed pipe raises here.
 
     Raises:
-        BrokenPipeError: The pipe is closed, as with `| head -2`.
-        OSError: The output cannot be written, as on a full disk.
+        BrokenPipeError: The reader has closed the pipe, as with `| head -2`.
+        OSError: The output cannot be written, for example because the disk is full.
     """
     try:
         yield
@@ -112,7 +111,7 @@ def flush_at_end() -> Iterator[None]:
 
 
 def drop_unread_output() -> None:
-    """Discard unwritten output, since Python flushes it at exit and would report the error again."""
+    """Discard unwritten output. Otherwise Python flushes it at exit, and reports the error a second time."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -1,4 +1,4 @@
-"""`fgoffload train`: trains a model twice, without and with offload, and compares it bitwise."""
+"""`fgoffload train`: trains a model twice, without and with offload, and compares the results bitwise."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
 NAME = "train"
 SUMMARY = "train twice, without and with offload, and compare bitwise"
 DESCRIPTION = (
-    "Trains the model of a Megatron argument file twice with the same seed, without and with offload. Compares losses and "
-    "gradients bitwise, and shows memory and time of both. Runs on a CPU too."
+    "Trains the model in a Megatron argument file twice with the same seed, without and with offload. Compares losses and "
+    "gradients bitwise, and shows memory and step time of both runs. Also runs on a CPU."
 )
 USAGE = "fgoffload train ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload train tiny_moe"
-NOTES = f"Any other flag goes to Megatron and overrides the file. {TRACEBACK_VARIABLE}=1 shows the traceback of an error."
+NOTES = f"All other flags are passed to Megatron and override the file. {TRACEBACK_VARIABLE}=1 shows tracebacks of errors."
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
-    parser.add_argument("--steps", metavar="N", type=read_count, help="optimizer steps of each run (default: --train-iters)")
+    parser.add_argument("--steps", metavar="N", type=read_count, help="optimizer steps per run (default: --train-iters)")
     parser.add_argument("--data", metavar="PATH", help=DATA_HELP)
     plot_help = "plot of memory over one step (default: memory.png)"
     parser.add_argument("--plot", metavar="FILE", default="memory.png", help=plot_help)
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Train, print the table, write the plot, and return the exit code: 1 if the runs differ. Rank 0 shows the results."""
+    """Train, print the table, write the plot, and return 1 if the runs differ, otherwise 0. Only rank 0 shows results."""
     launch = find_launch()
-    with launch.one_voice():
+    with launch.show_errors_once():
         path = check_argument_file(options, megatron_flags, example=EXAMPLE)
         if options.data == "":
-            raise ConfigError("--data '' is empty. Use a text file or a folder, or leave --data out.")
+            raise ConfigError("--data '' is empty. Use a text file or a folder, or omit --data.")
         if launch.is_first:
             options.plot = check_output_file(options.plot, flag="--plot", inputs={"the argument file": path})
     records, title = _measure(path, options, megatron_flags, launch)
@@ -55,7 +55,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
     if launch.is_first:
         try:
             _print_results(build_table(records, differences, title), differences, is_on=WITH in records)
-        finally:  # also if the pipe is closed early, as with `| head -2`
+        finally:  # even if the pipe is closed early, as with `| head -2`
             write_memory_plot(options.plot, records, title)
         print(f"Memory over one step: {options.plot}")
     return EXIT_DIFFERENT if differences else EXIT_EQUAL
@@ -67,7 +67,7 @@ def _print_results(table: "Table", differences: "Mapping[str, Difference]", *, i
     console = PipeConsole()
     console.print(table)
     if not is_on:
-        print("Trained once, since offload is off. Switch it on with --fine-grained-activation-offloading.")
+        print("Trained once, since offload is off. Enable it with --fine-grained-activation-offloading.")
     for name, found in differences.items():
         text = f"The {name} differ: first in step {found.step}, {found.what}. Please report this with the argument file."
         console.print(text, style="bold red", soft_wrap=True)
@@ -76,12 +76,12 @@ def _print_results(table: "Table", differences: "Mapping[str, Difference]", *, i
 def _measure(
     path: Path, options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch
 ) -> "tuple[dict[str, RunRecord], str]":
-    """Train without offload and, if the flags switch it on, with it. Return the records by label, and the title."""
+    """Train without offload and, if the flags enable it, with offload. Return the records by label, and the title."""
     from fgoffload.cli.progress import show_progress
 
     with show_progress(is_shown=launch.is_first) as start_run:
-        with launch.one_voice(), hold_messages():
-            # Importing torch and Megatron-Core takes seconds, so the checks that need neither run first.
+        with launch.show_errors_once(), hold_messages():
+            # Importing torch and Megatron-Core takes seconds, so checks that do not use them have already run.
             from fgoffload.integrations.megatron.patching.imports import require_torch
 
             require_torch()

@@ -3,7 +3,7 @@
     for result in check_machine(Machine()):
         print(result.name, result.status.value, result.found, result.fix)
 
-Each check is a function from a `Machine` to results, and no check changes the machine. Each module covers one topic.
+Each check is a function that reads a `Machine` and returns results. Checks never change the machine.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ __all__ = ["CheckResult", "CommandResult", "Machine", "Status", "check_machine"]
 
 
 def check_machine(machine: Machine) -> Iterator[CheckResult]:
-    """Run all checks, and yield each result as soon as it is known."""
+    """Run all checks, and yield each result as soon as its check ends."""
     yield from check_versions(machine)
     gpus, reason = find_gpus(machine)
     yield from check_gpus(machine, gpus, reason)

@@ -1,7 +1,7 @@
-"""Runs Transformer Engine's attention once in a separate process, and checks its kernel and its cuDNN.
+"""Runs Transformer Engine's attention once in a separate process, and checks which kernel and cuDNN it uses.
 
-With two copies of cuDNN in one process, Transformer Engine silently falls back to the unfused kernel. That kernel saves a
-sequence x sequence matrix for each head, which changes every measurement.
+If a process loads two copies of cuDNN, Transformer Engine silently falls back to the unfused kernel. That kernel saves a
+sequence x sequence matrix for each head, so training needs much more memory.
 """
 
 import re
@@ -21,7 +21,7 @@ torch.cuda.synchronize()
 print("probe: forward and backward ran", flush=True)
 print(open("/proc/self/maps").read(), flush=True)
 """
-"""Causal attention in bf16 with sizes that both fused and flash attention support."""
+"""Runs causal attention in bf16 with sizes that fused and flash attention both support."""
 
 _VARIABLES = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
 _SELECTED = re.compile(r"Selected backend = (\w+)")
@@ -29,7 +29,7 @@ _CUDNN = re.compile(r"(/\S*libcudnn[\w.]*\.so[\w.]*)")
 
 
 def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
-    """Run attention once, and check its kernel and libraries. `reason` says why there is no GPU, or is empty."""
+    """Run attention once, and check its kernel and its cuDNN. `reason` is why no GPU is usable, or empty."""
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"
     if reason:
@@ -42,18 +42,18 @@ def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
 
 
 def check_kernel(ended: CommandResult) -> CheckResult:
-    """Check that the probe ran, and not with the unfused kernel."""
+    """Check that the probe ran, and that it used a fused or flash kernel."""
     name = "attention kernel"
     if ended.exit_code != 0 or "probe: forward and backward ran" not in ended.output:
         lines = [line for line in ended.output.strip().splitlines() if line.strip()]
         fix = "install Transformer Engine for this torch and CUDA, and check that `import transformer_engine.pytorch` works"
-        return fail(name, f"Transformer Engine's attention failed: {lines[-1] if lines else 'without output'}", fix)
+        return fail(name, f"Transformer Engine's attention failed: {lines[-1] if lines else 'no output'}", fix)
     selected = _SELECTED.findall(ended.output)
     if not selected:
         return skip(name, "Transformer Engine does not report the selected kernel")
     if selected[-1].startswith("Unfused"):
         found = f"{selected[-1]}, which saves a sequence x sequence matrix for each head"
-        why = "NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 shows why the others are unavailable"
+        why = "set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to log why the others are unavailable"
         return fail(name, found, f"see the rows 'cuDNN' and 'attention allowed'; {why}")
     return ok(name, selected[-1])
 
@@ -66,6 +66,6 @@ def check_cudnn(output: str) -> CheckResult:
     if len(folders) > 1:
         bundled = next((folder for folder in folders if "nvidia/cudnn" in folder), folders[0])
         home, path = PurePosixPath(bundled).parent, f"{bundled}:$LD_LIBRARY_PATH"
-        found = f"two copies in one process: {' and '.join(folders)}. Fused attention silently falls back"
+        found = f"several copies in one process: {' and '.join(folders)}; attention falls back to the unfused kernel"
         return fail("cuDNN", found, f"put torch's copy first: export CUDNN_HOME={home} LD_LIBRARY_PATH={path}")
     return ok("cuDNN", f"one copy, in {folders[0]}")

@@ -1,4 +1,4 @@
-"""Checks the GPUs, their links to the host, and copy rates."""
+"""Checks the GPUs, their links to the host, and the copy rates."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -20,7 +20,7 @@ _FIELDS = (
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of one PCIe lane in one direction, by generation, after line coding. Source: PCI Express base specification
+"""Bytes per second of one PCIe lane in one direction after line coding, by generation. Source: PCI Express base specification
 6.0."""
 
 EXPECTED_FRACTION = 0.65
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
     bus_id: str
     """PCI bus ID, for example `00000000:17:00.0`."""
     generation: int | None
-    """PCIe generation that both GPU and slot support. Idle links run at a lower one to save power."""
+    """Highest PCIe generation that both GPU and slot support. Idle links use a lower one to save power."""
     width: int | None
     """Number of lanes in use."""
     most_width: int | None
@@ -52,14 +52,14 @@ class Gpu(NamedTuple):
 
 
 def find_gpus(machine: Machine) -> tuple[list[Gpu], str]:
-    """Return the GPUs that torch can use, in torch's order, and the reason if there is none."""
+    """Return the GPUs that torch can use, in torch's order, and the reason if the list is empty."""
     count = machine.count_gpus()
     if not count:
-        return [], "no GPU that torch can use"
+        return [], "torch finds no usable GPU"
     ended = machine.run(QUERY, {})
     listed = {gpu.uuid: gpu for gpu in read_gpus(ended.output)} if ended.exit_code == 0 else {}
     gpus = [listed[uuid] for uuid in map(machine.find_gpu_uuid, range(count)) if uuid in listed]
-    return gpus, "" if gpus else f"nvidia-smi does not list them: {ended.output.strip()[:200] or 'no output'}"
+    return gpus, "" if gpus else f"nvidia-smi does not list the GPUs: {ended.output.strip()[:200] or 'no output'}"
 
 
 def read_gpus(text: str) -> list[Gpu]:
@@ -68,7 +68,7 @@ def read_gpus(text: str) -> list[Gpu]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
-            continue  # a driver warning among the rows
+            continue  # a driver warning
         uuid, name, bus_id, *numbers, driver = cells
         generation, width, most_width, memory = map(_read_number, numbers)
         memory_bytes = None if memory is None else memory * MIB
@@ -77,7 +77,7 @@ def read_gpus(text: str) -> list[Gpu]:
 
 
 def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """List the GPUs, and check the link and the copy rates of each."""
+    """Report the GPUs, and check the link and the copy rates of each."""
     if not gpus:
         yield from (skip(name, reason) for name in ("GPUs", "link to the host", "copy rates"))
         return
@@ -98,8 +98,8 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
         return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
     if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
-        fix = "use a slot with all lanes, reseat the GPU or its riser, or ask the machine's administrator"
-        return warn(name, f"{found}; the GPU could use x{gpu.most_width}", fix)
+        fix = "use a slot with all lanes, reseat the GPU or its riser, or ask your administrator"
+        return warn(name, f"{found}; the GPU supports x{gpu.most_width}", fix)
     return ok(name, found)
 
 
@@ -114,9 +114,9 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return ok(name, found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
-    found += f", the slower one {slower:.0%} of the link's rate"
+    found += f"; the slower one is {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
-        others = "stop other users of the link, and in a virtual machine check the IOMMU and ACS settings"
+        others = "stop other jobs that use the link, and in a virtual machine check the IOMMU and ACS settings"
         return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")
     return ok(name, found)
 

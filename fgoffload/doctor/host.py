@@ -1,4 +1,4 @@
-"""Checks pinned memory, each rank's share of host memory, and the CPUs near each GPU."""
+"""Checks pinned memory, the host memory of each rank, and the CPUs near each GPU."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ LEAST_BUDGET_BYTES = GIB
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Check pinned memory, free memory and the CPUs of this process."""
+    """Run the checks of pinned memory, free memory and CPUs."""
     yield check_pinned_memory(machine, has_gpu=machine.count_gpus() > 0)
     yield check_free_memory(machine, gpus)
     if not gpus:
@@ -24,23 +24,23 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
-    """Check that host memory can be pinned, by pinning some."""
+    """Check that the process can pin host memory, by pinning some."""
     name, limit = "pinned memory", machine.memlock_limit_bytes
     found = "no limit" if limit is None else f"limit of {format_bytes(limit)} (ulimit -l)"
     if not has_gpu:
-        return ok(name, f"{found}; not tested without a GPU")
+        return ok(name, f"{found}; pinning not tested, since it requires a GPU")
     problem = machine.try_pinning()
     if problem is not None:
         fix = "raise the limit (`ulimit -l unlimited`, `docker run --ulimit memlock=-1`) or the container's memory limit"
         return fail(name, f"{found}; {problem}", fix)
     tried = f"{format_bytes(COPY_BYTES)} pinned and released"
     if limit is not None and limit < COPY_BYTES:
-        tried += "; CUDA does not count against that limit here"
+        tried += "; CUDA is not subject to that limit here"
     return ok(name, f"{found}; {tried}")
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
-    """Check each rank's share of free host memory, within the limit of the control group."""
+    """Check that each rank's share of free host memory is large enough. Limits of the control group count."""
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")
@@ -50,7 +50,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:
         return fail(name, str(error), "set the variable to the number of ranks on this node")
-    # With a launcher's variable, the share is already divided.
+    # If a launcher sets the number of ranks, the share is already divided.
     is_launched = any(variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES)
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
@@ -61,12 +61,12 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
         return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
     if share_bytes < memory // 2:
-        return warn(name, f"{found}; less than half of the GPU's memory ({format_bytes(memory)})", fix)
+        return warn(name, f"{found}; this is less than half of the GPU's memory ({format_bytes(memory)})", fix)
     return ok(name, found)
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
-    """Check that this process runs on the GPU's NUMA node, since copies to another node's memory cross sockets."""
+    """Check that this process runs on the GPU's NUMA node. Copies to memory of other nodes cross sockets."""
     name = f"GPU {index}: CPUs near it"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
@@ -74,14 +74,14 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if not node.isdigit() or not machine.cpus:  # -1 if unknown
         return skip(name, "the GPU's NUMA node is unknown")
     if len(nodes) == 1:
-        return ok(name, "the machine has one NUMA node")
+        return ok(name, "the machine has only one NUMA node")
     near = _read_cpu_list(_read_text(machine.root / f"sys/devices/system/node/node{node}/cpulist"))
-    fix = f"numactl --cpunodebind={node} --membind={node} for the rank that uses GPU {index}"
+    fix = f"run the rank that uses GPU {index} under numactl --cpunodebind={node} --membind={node}"
     if not near & machine.cpus:
-        return warn(name, f"this process is not allowed to run on node {node}, the GPU's NUMA node", fix)
+        return warn(name, f"this process cannot run on node {node}, the GPU's NUMA node", fix)
     if machine.cpus - near:
-        found = f"this process may run on {len(machine.cpus)} CPUs, but the GPU's node {node} has only {len(near)} CPUs"
-        return warn(name, found, f"{fix}, or torchrun's --numa-binding node")
+        found = f"this process may run on {len(machine.cpus)} CPUs, but only {len(near)} are on the GPU's NUMA node {node}"
+        return warn(name, found, f"{fix}, or use torchrun --numa-binding node")
     return ok(name, f"this process runs on node {node}, the GPU's NUMA node")
 
 

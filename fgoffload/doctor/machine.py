@@ -1,4 +1,4 @@
-"""Reads the machine for the checks. Checks read it only through `Machine`, so that tests can replace its answers."""
+"""Reads the state of the machine. Checks access it only through `Machine`, which tests replace."""
 
 import importlib
 import importlib.metadata
@@ -15,15 +15,15 @@ from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
 TIMEOUT_SECONDS = 120.0
-"""Timeout of a command. Importing torch and Transformer Engine takes half a minute from a slow disk."""
+"""Timeout of a command. Importing torch and Transformer Engine from a slow disk takes half a minute."""
 
 COPY_BYTES = 256 * MIB
-"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so its start-up time is negligible."""
+"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so launch overhead is negligible."""
 REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second: the fastest of several copies, since other load only lowers the rate."""
+    """Copy rates in bytes per second. Each is the fastest of several copies, since other load only slows them."""
 
     d2h: float
     h2d: float
@@ -66,16 +66,16 @@ class CommandResult(NamedTuple):
     """Exit code and output of a command."""
 
     exit_code: int | None
-    """Exit code; None if the command could not be started or took too long."""
+    """Exit code. None if the command could not be started or timed out."""
     output: str
-    """Stdout, then stderr. Without an exit code, the reason."""
+    """Stdout, then stderr. If there is no exit code, the reason."""
 
 
 class Machine:
-    """This machine, as the checks see it.
+    """State of this machine, as read by the checks.
 
     Args:
-        root: Root folder of `proc` and `sys`.
+        root: Folder that contains `proc` and `sys`.
     """
 
     measure_copies = staticmethod(measure_copies)
@@ -94,14 +94,14 @@ class Machine:
         """Run a command and wait for it.
 
         Args:
-            words: The program and its arguments. `python` is this interpreter.
+            words: The program and its arguments. `python` means this interpreter.
             variables: Additional environment variables.
         """
         program = sys.executable if words[0] == "python" else words[0]
         try:
             ended = subprocess.run(
                 [program, *words[1:]],
-                # From 3.11 on, PYTHONSAFEPATH keeps Python from importing a `torch.py` in the working folder.
+                # Since 3.11, PYTHONSAFEPATH stops Python from importing a `torch.py` in the working folder.
                 env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
                 capture_output=True,
                 text=True,
@@ -136,7 +136,7 @@ class Machine:
         return torch.version.cuda
 
     def count_gpus(self) -> int:
-        """Return how many GPUs torch can use."""
+        """Return the number of GPUs that torch can use."""
         if self.find_import_fault("torch") is not None:
             return 0
         import torch
@@ -144,7 +144,7 @@ class Machine:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
     def find_gpu_uuid(self, index: int) -> str:
-        """Return the UUID of the GPU with torch's number `index`, in the format of `nvidia-smi`."""
+        """Return the UUID of torch's GPU `index`, in the format of `nvidia-smi`."""
         import torch
 
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"

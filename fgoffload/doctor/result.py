@@ -1,45 +1,45 @@
-"""Results of checks."""
+"""The result of a check, and its status."""
 
 import dataclasses
 import enum
 
 
 class Status(enum.Enum):
-    """Severity of a check's finding."""
+    """Status of a result."""
 
     OK = "ok"  # no action needed
-    WARNING = "warning"  # training works, but could be faster or use less memory
-    ERROR = "error"  # training does not work, or silently not as requested
-    SKIPPED = "skipped"  # cannot be checked here
+    WARNING = "warning"  # training works, but is slower or uses more memory than necessary
+    ERROR = "error"  # training fails, or silently ignores a request
+    SKIPPED = "skipped"  # the check cannot run on this machine
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CheckResult:
-    """Result of one check: a row of the table."""
+    """Result of one check, shown as a row of the table."""
 
     name: str
     status: Status
     found: str
-    """The finding, or why the check was skipped."""
+    """The finding, or the reason for skipping the check."""
     fix: str = ""
-    """How to fix it. Empty if no action is needed."""
+    """How to fix the problem. Empty if there is none."""
 
 
 def ok(name: str, found: str) -> CheckResult:
-    """Return the result of a check that found no problem."""
+    """Return a result for a check that found no problem."""
     return CheckResult(name, Status.OK, found)
 
 
 def warn(name: str, found: str, fix: str) -> CheckResult:
-    """Return the result of a check that found a problem of speed or memory."""
+    """Return a result for a problem that costs speed or memory."""
     return CheckResult(name, Status.WARNING, found, fix)
 
 
 def fail(name: str, found: str, fix: str) -> CheckResult:
-    """Return the result of a check that found a failure."""
+    """Return a result for a problem that breaks training."""
     return CheckResult(name, Status.ERROR, found, fix)
 
 
 def skip(name: str, reason: str) -> CheckResult:
-    """Return the result of a check that cannot run here."""
+    """Return a result for a check that cannot run on this machine."""
     return CheckResult(name, Status.SKIPPED, reason)

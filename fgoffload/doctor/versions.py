@@ -1,4 +1,4 @@
-"""Checks the versions of installed packages, and environment variables of Transformer Engine and CUDA."""
+"""Checks package versions, and environment variables of Transformer Engine and CUDA."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -10,8 +10,8 @@ _PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
 _TORCH_FROM = (2, 9)
 _CORE_FROM = (0, 16, 1)
 _ENGINE_FROM = (2, 15)
-"""Earlier versions look for `grad_added_to_main_grad` on the weight that autograd saved. Under saved-tensor hooks that is
-another tensor, unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and v2.15."""
+"""Earlier versions look for `grad_added_to_main_grad` on the weight that autograd saved. Under saved-tensor hooks, that is a
+different tensor unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and v2.15."""
 
 _BACKENDS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 
@@ -38,14 +38,14 @@ def _check_torch(machine: Machine) -> CheckResult:
         return fail("torch", found, "install torch 2.9 or newer")
     cuda = machine.find_cuda_version()
     if cuda is None:
-        build = "install a build for CUDA to train on a GPU: https://pytorch.org/get-started/locally"
+        build = "to train on a GPU, install a build with CUDA: https://pytorch.org/get-started/locally"
         return warn("torch", f"{found}, built without CUDA", build)
     return ok("torch", f"{found}, CUDA {cuda}")
 
 
 def _check_megatron(found: str | None) -> CheckResult:
     if found is None:
-        return ok("megatron-core", "not installed; only needed for Megatron")
+        return ok("megatron-core", "not installed; required only for Megatron")
     if _read(found) < _CORE_FROM:
         return fail("megatron-core", found, "pip install 'megatron-core>=0.16.1'")
     return ok("megatron-core", found)
@@ -54,9 +54,9 @@ def _check_megatron(found: str | None) -> CheckResult:
 def _check_transformer_engine(found: str | None) -> CheckResult:
     name = "Transformer Engine"
     if found is None:
-        return ok(name, "not installed; only needed for its layers in Megatron")
+        return ok(name, "not installed; required only for its layers in Megatron")
     if _read(found) < _ENGINE_FROM:
-        fault = "with fused gradient accumulation, its linear layers lose track of weights under saved-tensor hooks"
+        fault = "with fused gradient accumulation, its linear layers use the wrong weight under saved-tensor hooks"
         fix = "install Transformer Engine 2.15 or newer, or use --no-gradient-accumulation-fusion"
         return warn(name, f"{found}: {fault}", fix)
     return ok(name, found)
@@ -69,20 +69,20 @@ def _read(version: str) -> tuple[int, ...]:
 
 
 def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
-    """Check the variables of Transformer Engine and CUDA that affect offload or comparisons of bits."""
+    """Check the variables of Transformer Engine and CUDA that affect offload or bitwise comparisons."""
     yield _check_backends(environment)
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-    # Independent of offload, but it matters when two runs are compared bitwise.
-    means = "may differ in the last bits from run to run; 0 makes it deterministic"
+    # This is independent of offload, but matters if two runs are compared bitwise.
+    effect = "its results may differ in the last bits between runs; 0 makes it deterministic"
     if environment.get(variable) == "0":
-        means = "is deterministic"
-    yield ok("attention's backward", f"{_describe(environment, variable)}: it {means}")
+        effect = "it is deterministic"
+    yield ok("attention's backward", f"{_describe(environment, variable)}: {effect}")
     variable = "NVTE_CPU_OFFLOAD_V1"
     problem = "" if environment.get(variable) in (None, "1") else "Megatron-LM rejects its own offload flags"
     fix = f"unset {variable}; `fgoffload run` does not need it"
     yield _check_variable("Megatron-LM's own check", _describe(environment, variable), problem, fix)
     variable = "CUDA_DEVICE_MAX_CONNECTIONS"
-    problem = "all streams share one queue, so a copy may wait for an unrelated kernel"
+    problem = "all streams share one queue, so copies may wait for unrelated kernels"
     fix = f"unset {variable}, unless Megatron requires 1 (tensor or context parallelism before Blackwell)"
     problem = problem if environment.get(variable) == "1" else ""
     yield _check_variable("CUDA's queues", _describe(environment, variable), problem, fix)
@@ -100,7 +100,7 @@ def _check_backends(environment: Mapping[str, str]) -> CheckResult:
     if off:
         found += f" ({' '.join(f'{variable}=0' for variable in off)})"
     if not allowed:
-        return fail(name, found, "unset NVTE_FUSED_ATTN: Megatron sets the backends that it needs")
+        return fail(name, found, "unset NVTE_FUSED_ATTN: Megatron enables the backends that it needs")
     if allowed == ["unfused"]:
         fix = "unset NVTE_FUSED_ATTN: the unfused kernel saves a sequence x sequence matrix for each head"
         return warn(name, found, fix)

@@ -80,7 +80,7 @@ def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys,
     ("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0"), ("--x", "0")]
 )
 def test_arguments_that_torchrun_cannot_use_cause_one_error(option, value):
-    with pytest.raises(ConfigError, match=r"^torchrun refuses its options: .*(0|abc|--x).*\. See `torchrun --help`\.$"):
+    with pytest.raises(ConfigError, match=r"^torchrun rejects its options: .*(0|abc|--x).*\. See `torchrun --help`\.$"):
         run_torchrun([option, value, "x.py"])
 
 

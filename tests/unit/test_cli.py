@@ -18,7 +18,7 @@ BEFORE_TORCH = [
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Pass a file"),
     (("train", ARGUMENTS, "--steps", "0"), "--steps 0 is below 1. Use 1 or more"),
     (("train", ARGUMENTS, "--steps"), "--steps expected one argument. Use --steps N."),
-    (("train", ARGUMENTS, "--plot", "x.txt"), "--plot 'x.txt' has an unsupported image format. End it with one of .png"),
+    (("train", ARGUMENTS, "--plot", "x.txt"), "--plot 'x.txt' has an unsupported image format. Use one of .png"),
     (("train", ARGUMENTS, "--plot", "folder.png"), "--plot 'folder.png' cannot be written: Is a directory."),
 ]
 
@@ -116,7 +116,9 @@ def test_an_early_error_of_megatron_is_one_line_that_says_how_to_see_more(capsys
     monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", fail)
     assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
     said = capsys.readouterr().err
-    assert f"{ARGUMENTS}: Megatron-Core refused these arguments in the first step: IndexError: index 7 is out of range." in said
+    assert (
+        f"{ARGUMENTS}: Megatron-Core rejected these arguments in the first step: IndexError: index 7 is out of range." in said
+    )
     assert "Set FGOFFLOAD_TRACEBACK=1 to see the traceback." in said
     assert "Traceback" not in said
 
@@ -172,6 +174,9 @@ def test_help_of_a_command_is_what_its_own_flag_shows(capsys):
     shown = capsys.readouterr().out
     assert shown == 2 * shown[: len(shown) // 2]
     assert "--offload-memory-budget SIZE" in shown
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "offload for Megatron, Hugging Face and PyTorch." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

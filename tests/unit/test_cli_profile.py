@@ -38,7 +38,7 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
 def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
-    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "baseline step, without instrumentation: "):
+    for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "baseline step without instrumentation: "):
         assert text in out
     profile = Profile.load(tmp_path / "profile.json")
     (rank,) = profile.ranks
@@ -60,7 +60,7 @@ def test_only_the_measured_model_can_be_planned_from_a_profile(capsys):
     assert main(["plan", ARGUMENTS, *words, "--num-layers", "2"]) == 0
     assert "tiny_moe: 2 layers" in capsys.readouterr().out
     assert main(["plan", ARGUMENTS, *words]) == 2
-    assert "with num_layers 2, and" in capsys.readouterr().err
+    assert "with num_layers 2, but" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

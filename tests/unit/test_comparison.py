@@ -1,4 +1,7 @@
+import pytest
+
 from fgoffload.cli.comparison import RunRecord, merge_ranks
+from fgoffload.cli.report import WITH, WITHOUT, build_table
 from fgoffload.engine.ledger import LedgerSample
 from fgoffload.engine.stats import StepStats, TagStats
 from fgoffload.trainer.steps import Difference, StepResult, find_differences
@@ -58,3 +61,9 @@ def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time()
     assert (merged.allocator_peak_bytes, merged.ranks) == (7, 3)
     tag = TagStats(d2h_bytes=11, prefetch_misses=2, kept_bytes={"no elements": 4})
     assert merged.stats == StepStats(tags={"core_attn": tag}, window_waits=2, host_peak_bytes=6)
+
+
+@pytest.mark.parametrize(("before", "after", "shown"), [(100, 60, True), (100, 100, False), (10_000, 10_001, False)])
+def test_an_unchanged_peak_has_no_row_for_its_reduction(before, after, shown):
+    records = {label: make_rank((1.0,), {}, peak_bytes=peak) for label, peak in ((WITHOUT, before), (WITH, after))}
+    assert ("  reduced by" in build_table(records, {}, "title").columns[0].cells) == shown

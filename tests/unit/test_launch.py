@@ -27,11 +27,11 @@ def test_torchrun_says_which_process_this_is():
     [
         (
             {"WORLD_SIZE": "two", "RANK": "0"},
-            r"the environment has WORLD_SIZE='two', which is not a number\. Start .* torchrun",
+            r"the environment sets WORLD_SIZE='two', which is not a number\. Start .* torchrun",
         ),
-        ({"WORLD_SIZE": "2", "RANK": "-1"}, r"the environment has RANK='-1', which is not a number"),
-        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": ""}, r"the environment has LOCAL_RANK='', which is not a number"),
-        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not within 0 to 1, as WORLD_SIZE 2 requires\. Start .* torchrun"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, r"the environment sets RANK='-1', which is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": ""}, r"the environment sets LOCAL_RANK='', which is not a number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, r"RANK 2 is not below WORLD_SIZE 2\. Start .* torchrun"),
     ],
 )
 def test_values_that_no_launcher_sets_are_refused(environment, message):

@@ -14,6 +14,7 @@ from fgoffload.integrations.megatron.adapter.model_config import read_facts
 from fgoffload.integrations.megatron.flags import model_shapes
 from fgoffload.integrations.megatron.graphs import graph_checks
 from fgoffload.plan import MICROBATCHES, TOKENS, Action, OffloadPlan
+from fgoffload.planner.timing.hardware import HARDWARE
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "arguments" / "llama3_8b.sh")
@@ -41,6 +42,7 @@ def plan(capsys, *words):
     """Return the exit code, and what was printed on either stream."""
     code = main(["plan", *words])
     shown = capsys.readouterr()
+    assert ("~:" in shown.out) == bool(re.search(r"│ +~\d", shown.out))  # a footnote only for marks in the table
     return code, shown.out, shown.err
 
 
@@ -60,7 +62,7 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
     assert str(path) in out
     assert re.search(r"With Megatron's own flags, .*, with a peak of 1.\... GiB:", out)
-    assert "chooses what to offload and recompute itself, and ignores --offload-modules." in err
+    assert "the planner ignores --offload-modules, since it chooses what to offload and recompute." in err
     assert max(map(len, out.splitlines())) <= 80 + len(str(path))
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
     assert f"{predicted['settings']['this plan']['peak_bytes'] / 2**30:.2f} GiB" == chosen[1]
@@ -77,7 +79,7 @@ def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
-    assert "does not set the number of GPUs, so 1 is assumed. Use --num-gpus.\n" in err
+    assert "does not set the number of GPUs, so 1 is assumed. Set it with --num-gpus.\n" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
     for layout in layouts:  # each is planned
@@ -152,8 +154,16 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA,), "--gpu is missing"),
         ((str(Path(__file__)), "--gpu", "h100"), "is neither a bash script nor a config.json. Use one of them"),
         ((MIXTRAL, "--gpu", "h100", "--tp", "4"), "Use --expert-tensor-parallel-size 1 (--etp), which otherwise equals"),
-        ((LLAMA, "--gpu", "h1000"), "--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: a100,"),
-        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the file of --json, and"),
+        (
+            (LLAMA, "--gpu", "h1000"),
+            f"--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: {', '.join(HARDWARE)}; or describe your own device "
+            "with --hardware FILE.\n",
+        ),
+        (
+            ("tiny_moe", "--gpu", "h100"),
+            "error: the model has fp32 activations, but the planner supports only bf16 and fp16. ",
+        ),
+        ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the --json file, and"),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Use 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),
         ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "argument --hardware: not allowed with argument --gpu"),
@@ -196,7 +206,7 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
     ("words", "says"),
     [
         (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Use"),
-        (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the file of --profile"),
+        (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the --profile file"),
     ],
 )
 def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, words, says):
@@ -215,7 +225,7 @@ def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, 
     [
         (("--json", "none/plan.json"), "--json 'none/plan.json' cannot be written: No such file or directory."),
         (("--plot", "file/plan.png"), "--plot 'file/plan.png' cannot be written: Not a directory."),
-        (("--plot", "plan.bmpx"), "--plot 'plan.bmpx' has an unsupported image format. End it with one of "),
+        (("--plot", "plan.bmpx"), "--plot 'plan.bmpx' has an unsupported image format. Use one of "),
     ],
 )
 def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):

@@ -103,7 +103,7 @@ def test_graphs_are_planned_for_from_a_profile_of_eager_steps(capsys, arguments,
         assert code == 0
         actions = OffloadPlan.load(path).actions
         recomputed.append({site.tag for site, action in actions.items() if action.recomputes and site.layer > 0})
-        assert err.count("is of eager steps: if they were launch-bound") == bool(typed)
+        assert err.count("was measured without CUDA graphs. If it was launch-bound") == bool(typed)
     captured = find_captured("transformer_engine", ("attn", "moe_router"), is_moe=True)
     assert recomputed[0] & captured
     assert not recomputed[1] & captured
@@ -119,11 +119,11 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, and"),
-        (("--seq-length", "1024"), "seq_length 2048, and"),
-        (("--tp", "8"), "tensor_parallel_size 1, and"),
-        (("--num-gpus", "2"), "data_parallel_size 1, and"),
-        (("--no-optimizer",), "has_optimizer True, and"),
+        (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, but"),
+        (("--seq-length", "1024"), "seq_length 2048, but"),
+        (("--tp", "8"), "tensor_parallel_size 1, but"),
+        (("--num-gpus", "2"), "data_parallel_size 1, but"),
+        (("--no-optimizer",), "has_optimizer True, but"),
     ],
 )
 def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
@@ -137,7 +137,7 @@ def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_p
     document = json.loads(profile.read_text(encoding="utf-8"))
     for change, says in (
         ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
-        ({"training": None}, "does not say which run it measured. Measure again: fgoffload profile"),
+        ({"training": None}, "does not contain the flags of the measured run. Measure again: fgoffload profile"),
         ({"ranks": [], "training": None}, "has only the link, measured on 'A device', which is not in the hardware"),
     ):
         path = tmp_path / "old.json"
@@ -173,4 +173,4 @@ def test_a_link_that_was_measured_takes_the_place_of_the_tables_and_of_nothing_e
 def test_a_device_is_refused_with_the_profile_of_a_training_run(capsys, arguments, profile):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile}, recorded in a training run, both name the device. Use one of them." in err
+    assert f"--gpu and --profile {profile} both set the device, since the profile is of a training run. Use only one" in err

@@ -74,8 +74,8 @@ def test_a_single_process_gets_what_megatron_asks_for():
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start"),
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment has RANK and WORLD_SIZE, but not all of"),
+        ({"WORLD_SIZE": "2"}, "the environment sets WORLD_SIZE, but not all of RANK, WORLD_SIZE and LOCAL_RANK. Start"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "the environment sets RANK and WORLD_SIZE, but not all of"),
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero', which is not a number"),
     ],
 )

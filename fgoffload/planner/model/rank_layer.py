@@ -16,10 +16,7 @@ def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -
     has_experts = model.has_experts(number)
     parallelism.check_model(model)
     if model.activation_dtype_bytes != 2:
-        raise ConfigError(
-            f"activation_dtype_bytes {model.activation_dtype_bytes}: the model trains in fp32, which the planner does not "
-            "support. Use --bf16."
-        )
+        raise ConfigError("the model has fp32 activations, but the planner supports only bf16 and fp16. Use --bf16 or --fp16.")
     check_head_channels(model)
     experts = None
     if model.experts is not None and has_experts:

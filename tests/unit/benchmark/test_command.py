@@ -28,15 +28,18 @@ REFUSED = [
     ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
-    ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "--check-bits and --profile exclude each other"),
-    ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits and --trace exclude each other"),
+    (
+        (ARGUMENTS, "--profile", "none.json", "--check-bits"),
+        "so it cannot be combined with --profile",
+    ),
+    ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits does not time steps, so it cannot be combined with --trace"),
 ]
 REFUSED_AFTER_TORCH = [
     (("--moe-router-topk", "5"), "--moe-router-topk 5 is above --num-experts 4."),
     (("--recompute-granularity", "selective"), "--recompute-granularity is controlled by the settings of a benchmark."),
     (("--search-megatron",), "--search-megatron is an unknown flag."),
     (("--repeat", "3"), "--repeat is an unknown flag. Did you mean --repeats?"),
-    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a folder that you may write to."),
+    (("--out", "taken"), "--out 'taken' cannot be written to: File exists. Use a writable folder."),
     (("--settings", "plan:a/x.json", "plan:b/x.json"), "two settings have the name plan:x."),
 ]
 

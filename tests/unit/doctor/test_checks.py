@@ -41,8 +41,8 @@ def test_without_a_gpu_its_rows_are_skipped_with_the_reason_and_the_rest_is_chec
     rows = {result.name: result for result in check_machine(machine)}
     skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
     assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
-    assert {rows[name].found for name in skipped} == {"no GPU that torch can use"}
-    assert rows["pinned memory"].found == "no limit; not tested without a GPU"
+    assert {rows[name].found for name in skipped} == {"torch finds no usable GPU"}
+    assert rows["pinned memory"].found == "no limit; pinning not tested, since it requires a GPU"
     assert rows["host memory"].status is Status.OK
 
 
@@ -81,7 +81,7 @@ def test_rates_are_compared_with_the_lanes_in_use_and_missing_lanes_are_a_warnin
     machine = make_machine(tmp_path, run=answers.run, measure_copies=lambda index: CopyRates(d2h=25e9, h2d=26e9))
     rows = {result.name: result for result in check_machine(machine)}
     link, rates = rows["GPU 0: link to the host"], rows["GPU 0: copy rates"]
-    assert (link.status, link.found) == (Status.WARNING, "PCIe 5 x8: up to 32 GB/s each way; the GPU could use x16")
+    assert (link.status, link.found) == (Status.WARNING, "PCIe 5 x8: up to 32 GB/s each way; the GPU supports x16")
     assert rates.status is Status.OK
 
 

@@ -54,10 +54,12 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
 def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
-    ended, budgeted = run_commands(*(("fgoffload", "run", str(script), *budget) for budget in ((), BUDGET)))
+    cases = ((), BUDGET, ("--offload-host-budget", "3GiB"))
+    ended, budgeted, ignored = run_commands(*(("fgoffload", "run", str(script), *words) for words in cases))
     line = f"fgoffload: warning: {script} created no Trainer, so nothing was offloaded."
     assert list_lines(ended) == [line]
     assert list_lines(budgeted) == [f"{line} --offload-memory-budget had no effect."]
+    assert "--offload-host-budget has no effect on a Trainer." in ignored.stderr
 
 
 def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path, caplog):

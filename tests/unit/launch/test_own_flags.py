@@ -25,9 +25,17 @@ def test_arguments_after_two_dashes_belong_to_the_script():
     assert own.script_words == ("--seed", "1", "--", *ON, "--", "x")
 
 
-def test_without_our_flags_offload_is_off_and_nothing_is_taken():
-    own = take_own_flags(["--seed", "1", "--offload-module", "x"])
-    assert (own.offload, own.script_words, own.remarks) == (None, ("--seed", "1", "--offload-module", "x"), ())
+def test_without_our_flags_the_script_receives_all_arguments():
+    own = take_own_flags(["--seed", "1", "--offload-dir", "x"])
+    assert (own.offload, own.script_words, own.remarks) == (None, ("--seed", "1", "--offload-dir", "x"), ())
+
+
+def test_a_misspelled_flag_goes_to_the_script_with_a_warning():
+    own = take_own_flags(["--offload-host-bugdet=3GiB", "--", "--offload-plam"])
+    assert own.script_words == ("--offload-host-bugdet=3GiB", "--", "--offload-plam")
+    (remark,) = own.remarks
+    assert remark.startswith("--offload-host-bugdet is not a flag of fgoffload")
+    assert remark.endswith("Did you mean --offload-host-budget?")
 
 
 def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
@@ -35,6 +43,11 @@ def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
     assert (own.offload, own.script_words) == (None, ("--seed", "1"))
     (remark,) = own.remarks
     assert remark.startswith("--offload-modules --offload-window has no effect without --fine-grained-activation-offloading")
+
+
+def test_flags_without_effect_on_a_trainer_refer_to_the_callback():
+    (remark,) = take_own_flags(["--offload-host-budget", "3GiB"], makes_trainers=True).remarks
+    assert remark.startswith("--offload-host-budget has no effect on a Trainer. In the script, pass OffloadCallback(")
 
 
 def test_a_fraction_that_keeps_all_is_said():

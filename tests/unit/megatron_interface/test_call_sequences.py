@@ -3,6 +3,7 @@
 import gc
 import logging
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from support.megatron_stub.training import (
 )
 from support.sites import has_hooks
 
-from fgoffload import ConfigError, IntegrationError
+from fgoffload import ConfigError, IntegrationError, OffloadConfig
+from fgoffload.integrations.megatron.adapter import model_config
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 TOKENS = SEQUENCE * BATCH
@@ -167,6 +169,12 @@ def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
     assert warnings[0].startswith(
         "min_offloaded_tensor_size=7 in a TransformerConfig has no effect, because offload was applied with "
     )
+
+
+def test_an_empty_plan_is_described_as_no_tags(caplog):
+    ours, theirs = OffloadConfig(offload_modules=("core_attn",)), SimpleNamespace(offload_modules=["core_attn"])
+    model_config._warn_of_ignored(theirs, ours, selected=())
+    assert caplog.messages[0].endswith("has no effect: offload is applied with no tags.")
 
 
 def test_the_offloads_in_flight_of_megatrons_config_bound_ours():

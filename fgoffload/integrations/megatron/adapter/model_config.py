@@ -85,7 +85,7 @@ def set_flags(patches: Patches, ours: OffloadConfig, selected: Sequence[str]) ->
 def _warn_of_ignored(config: Any, ours: OffloadConfig, selected: Sequence[str]) -> None:
     message = "%s=%s in a TransformerConfig has no effect, because offload was applied with %s."
     if ignored := set(config.offload_modules or ()) - set(selected):
-        logger.warning(message, "offload_modules", " ".join(sorted(ignored)), " ".join(selected))
+        logger.warning(message, "offload_modules", " ".join(sorted(ignored)), " ".join(selected) or "no tags")
     for name in _SETTINGS:
         given, default, own = getattr(config, name, None), getattr(type(config), name, None), getattr(ours, name)
         if given not in (default, own):

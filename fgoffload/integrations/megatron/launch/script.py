@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import difflib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -40,10 +41,10 @@ class OwnFlags:
     """Memory budget for a script that creates a transformers Trainer, if Megatron's offload is off: `auto` or bytes."""
 
 
-def take_own_flags(words: Sequence[str]) -> OwnFlags:
+def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False) -> OwnFlags:
     """Split `words` into our flags and the script's words.
 
-    A `--` and all words after it belong to the script.
+    A `--` and all words after it belong to the script. `makes_trainers` is for the warnings: whether the script has a Trainer.
 
     Raises:
         ConfigError: One of our flags has an invalid value.
@@ -62,7 +63,7 @@ def take_own_flags(words: Sequence[str]) -> OwnFlags:
         offload=offload,
         trainer_budget=budget if budget in (None, AUTO) else _read_budget(budget),
         script_words=(*rest, *words[end:]),
-        remarks=tuple(_list_remarks(offload, given)),
+        remarks=(*_list_misspelled(rest, parser), *_list_remarks(offload, given, makes_trainers=makes_trainers)),
     )
 
 
@@ -73,10 +74,23 @@ def _read_budget(text: str) -> int:
     return budget_bytes
 
 
-def _list_remarks(offload: OffloadConfig | None, given: set[str]) -> Iterator[str]:
+def _list_misspelled(script_words: Sequence[str], parser: FlagParser) -> Iterator[str]:
+    """Yield a warning for each word of the script that is almost one of our flags."""
+    for flag in (word.partition("=")[0] for word in script_words):
+        near = parser.find_nearest(flag) or ""
+        is_close = difflib.SequenceMatcher(None, near, flag).ratio() >= 0.9  # about two wrong letters
+        if is_close and near.startswith(("--offload", "--fine-grained")):
+            yield f"{flag} is not a flag of fgoffload, so the script receives it. Did you mean {near}?"
+
+
+def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
     is_switched = any(flag.endswith(_SWITCH[2:]) for flag in given)
     if offload is None and given - {_BUDGET} and not is_switched:
-        yield f"{' '.join(sorted(given - {_BUDGET}))} has no effect without {_SWITCH}. Add {_SWITCH}."
+        flags = " ".join(sorted(given - {_BUDGET}))
+        if makes_trainers:
+            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback(config=TransferConfig(...)) to it."
+        else:
+            yield f"{flags} has no effect without {_SWITCH}. Add {_SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
         yield "--activation-offload-fraction 0 keeps all sites on the GPU. Use a fraction above 0."
 
