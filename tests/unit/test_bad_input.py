@@ -66,7 +66,7 @@ def test_tags_that_are_no_sequence_of_names_are_refused(modules):
 @pytest.mark.parametrize("value", ["abc", "-1"])
 def test_a_variable_of_a_launcher_that_is_no_number_is_found_before_the_first_training(capsys, monkeypatch, value):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    assert f"LOCAL_WORLD_SIZE='{value}', which is not a number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
+    assert f"LOCAL_WORLD_SIZE='{value}' is not a number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
 
 
 def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys, monkeypatch):

@@ -67,7 +67,7 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is outside 0 to 1"),
         ("baseline~delay", "a fraction (@), ~delay and recompute (/) need megatron or ours with modules."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
-        ("ours:attn_proj", "'attn_proj' needs 'core_attn' with it"),
+        ("ours:attn_proj", "'attn_proj' needs 'core_attn': both save"),
         ("ours:core_atn", "Did you mean 'core_attn'?"),
         ("budget:18.9PB", "--settings budget:18.9PB: '18.9PB' is not a size"),
     ],

@@ -185,7 +185,7 @@ def test_an_error_of_megatron_during_capture_is_one_line(calls, load, monkeypatc
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(helper, "create_cudagraphs", fail)
-    with pytest.raises(ConfigError, match="in step 3, before CUDA graphs only replay: RuntimeError: operation not permitted"):
+    with pytest.raises(ConfigError, match="in step 3, before CUDA graphs are replayed: RuntimeError: operation not permitted"):
         measure_training(load(steps=5), None, on_step=lambda loss: None)
 
 

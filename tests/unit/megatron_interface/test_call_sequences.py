@@ -174,7 +174,7 @@ def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
 def test_an_empty_plan_is_described_as_no_tags(caplog):
     ours, theirs = OffloadConfig(offload_modules=("core_attn",)), SimpleNamespace(offload_modules=["core_attn"])
     model_config._warn_of_ignored(theirs, ours, selected=())
-    assert caplog.messages[0].endswith("has no effect: offload is applied with no tags.")
+    assert caplog.messages[0].endswith("has no effect, because offload was applied with no tags.")
 
 
 def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
