@@ -174,7 +174,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     load(steps=3)
     assert caplog.messages == [
         "--cuda-graph-impl transformer_engine: none of the 3 steps replays graphs, since the first 3 run eagerly or "
-        "capture. Train for more steps."
+        "capture graphs. Train for more steps."
     ]
 
 
