@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from fgoffload.engine import StepStats, TagStats
+from fgoffload.engine.stats import KeptReason
 from fgoffload.units import format_bytes
 
 
@@ -59,6 +60,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
+    fix = "Fix this"
     if stats is None or not (stats.groups or stats.saved_tensors):
         reason = inert or "none of its regions ran in a forward with gradients."
     elif not stats.saved_tensors:
@@ -67,6 +69,8 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
             "other saved-tensor hooks inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors."
         )
     elif stats.kept_bytes:
+        if KeptReason.TOO_SMALL.value in stats.kept_bytes:
+            fix = "Lower `min_offloaded_bytes` of the TransferConfig"
         kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
         reason = f"everything stayed on the device. {kept}."
     elif stats.dropped_storages:
@@ -76,7 +80,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         )
     else:
         reason = "autograd saved only parameters, which stay on the device."
-    return f"tag {tag!r} offloaded nothing: {reason} Fix this, or omit the tag."
+    return f"tag {tag!r} offloaded nothing: {reason} {fix}, or omit the tag."
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:

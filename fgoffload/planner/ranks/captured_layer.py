@@ -58,7 +58,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return `rank`, which models eager execution, as it runs with `graphs`."""
+    """Convert the eager `rank` to execution with `graphs`, and return it."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace

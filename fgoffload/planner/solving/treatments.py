@@ -107,7 +107,7 @@ def list_needs(name: str) -> tuple[str, ...]:
 
 
 def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
-    """Drop treatments that others dominate in recompute, memory and copies. Among equals, keep the one with fewest actions."""
+    """Drop treatments that others dominate in recompute, memory and copies. Of equals, keep the one with the fewest actions."""
     import numpy as np
 
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)

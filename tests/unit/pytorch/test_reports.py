@@ -105,6 +105,7 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
     assert warnings[1].startswith(
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
     )
+    assert warnings[1].endswith("Lower `min_offloaded_bytes` of the TransferConfig, or omit the tag.")
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
