@@ -55,7 +55,7 @@ def reach(schedule, lane, position):
     return lane.execute(schedule.reach(lane, group))
 
 
-def test_the_last_group_is_called_back_when_backward_reaches_it_and_those_before_it_within_prefetch():
+def test_reaching_the_last_group_cancels_its_offload_and_prefetches_earlier_groups():
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
     assert reach(schedule, lane, 3) == [("", "d"), ("", "cb")]
     assert (lane.remaining, lane.ahead_bytes) == (1, 2 * NBYTES)
@@ -70,13 +70,13 @@ def test_a_group_is_reloaded_as_soon_as_it_fits_into_the_prefetch():
     assert reach(schedule, lane, 2) == []
 
 
-def test_a_storage_that_two_groups_share_is_called_back_and_counted_once():
+def test_a_storage_shared_by_two_groups_is_cancelled_and_counted_once():
     lane, schedule = ToyLane("xa", "xb", "c"), make_schedule(prefetch=3 * NBYTES)
     assert reach(schedule, lane, 2) == [("", "c"), ("", "xba")]
     assert [group.ahead_bytes for group in lane.groups] == [NBYTES, 2 * NBYTES, 0]
 
 
-def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
+def test_groups_that_backward_has_reached_or_left_do_not_count_as_ahead():
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=3 * NBYTES)
     reach(schedule, lane, 3)
     assert lane.ahead_bytes == 3 * NBYTES
@@ -84,7 +84,7 @@ def test_what_backward_reaches_and_what_it_leaves_no_longer_counts_as_ahead():
     assert lane.ahead_bytes == NBYTES
 
 
-def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_let_go_of():
+def test_reloads_in_a_kept_layer_fit_into_the_memory_that_backward_has_released():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
     found = [lane.execute(schedule.release(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
     # What is taken now is let go of when the next one is.
@@ -92,35 +92,35 @@ def test_what_comes_back_in_a_layer_that_stays_takes_no_more_than_backward_has_l
     assert lane.released_bytes == 2 * NBYTES
 
 
-def test_where_backward_comes_next_groups_stay_as_long_as_all_of_each_is_on_its_way():
+def test_before_a_backward_the_last_groups_in_flight_are_cancelled_as_a_whole():
     lane, schedule = ToyLane("a", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.states["a"] = OFFLOADED
     assert lane.execute(schedule.expect_backward(lane)) == [("cb", "")]
     assert (lane.remaining, lane.ahead_bytes) == (1, 2 * NBYTES)
 
 
-def test_where_backward_comes_next_a_group_that_was_not_submitted_ends_those_that_stay():
+def test_before_a_backward_cancelling_stops_at_a_group_that_was_not_submitted():
     lane, schedule = ToyLane("ab", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.close(lane.groups[1], is_held=True)
     assert lane.list_held() == [lane.groups[1]]
     assert lane.execute(schedule.expect_backward(lane)) == [("c", "")]
 
 
-def test_more_forward_after_all_puts_what_was_called_back_behind_what_comes_next():
+def test_a_later_forward_puts_cancelled_groups_behind_its_own():
     lane, schedule = ToyLane("a", "b", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.execute(schedule.expect_backward(lane))
     lane.open(ScheduledGroup(2))
     assert (lane.end, lane.remaining, lane.ahead_bytes) == (3, 3, 0)
 
 
-def test_unpacks_of_a_group_count_as_the_first_until_backward_has_reached_it():
+def test_unpacks_count_as_the_first_until_backward_has_reached_the_group():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=NBYTES)
     assert all(lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups)
     reach(schedule, lane, 2)
     assert [lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups] == [True, True, False]
 
 
-def test_the_first_unpack_of_a_group_is_found_although_it_was_reloaded_while_backward_was_inside_it():
+def test_the_first_unpack_is_found_if_the_group_was_reloaded_from_inside_its_region():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=NBYTES)
     lane.close(lane.groups[0], is_held=False)
     reach(schedule, lane, 1)
@@ -130,7 +130,7 @@ def test_the_first_unpack_of_a_group_is_found_although_it_was_reloaded_while_bac
     assert not lane.is_first_unpack(lane.groups[0], is_offloaded=False)
 
 
-def test_a_group_that_ends_behind_another_one_is_reached_from_there():
+def test_a_group_that_ends_after_a_later_group_is_reached_at_its_end():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=0)
     lane.close(lane.groups[1], is_held=False)  # as a norm does that ends behind attention
     assert reach(schedule, lane, 1) == []  # what backward takes is called back one by one
@@ -139,7 +139,7 @@ def test_a_group_that_ends_behind_another_one_is_reached_from_there():
     assert reach(schedule, lane, 0) == [("", "a")]
 
 
-def test_what_backward_left_may_go_when_it_leaves_the_next_group():
+def test_groups_are_dropped_when_backward_leaves_the_next_group():
     lane = ToyLane("a", "b", "c")
     first, second, third = lane.groups
     assert [lane.leave(position) for position in (3, 2, 1, 1, 0)] == [[], [], [third], [], [second]]
@@ -147,14 +147,14 @@ def test_what_backward_left_may_go_when_it_leaves_the_next_group():
     assert first.position == 0
 
 
-def test_a_group_whose_region_holds_a_backward_is_not_spent_by_it():
+def test_a_backward_inside_a_region_does_not_spend_its_group():
     lane = ToyLane("a")
     lane.open(ScheduledGroup(1))
     lane.leave(0)
     assert [group.state for group in lane.groups] == [GroupState.SPENT, GroupState.SAVING]
 
 
-def test_another_backward_of_the_same_graph_begins_behind_all_groups():
+def test_a_second_backward_of_the_same_graph_starts_after_all_groups():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=0)
     for position in (1, 0):
         reach(schedule, lane, position)
@@ -165,7 +165,7 @@ def test_another_backward_of_the_same_graph_begins_behind_all_groups():
     assert reach(schedule, lane, 1) == [("", "b")]
 
 
-def test_the_last_groups_of_an_announced_lane_come_back_during_a_forward_within_prefetch():
+def test_the_last_groups_of_an_announced_lane_are_prefetched_during_a_forward():
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=2 * NBYTES)
     assert schedule.announce(lane, during=None) == []
     assert [lane.execute(schedule.look_ahead()) for _ in range(2)] == [[("", "dc")], []]
@@ -173,7 +173,7 @@ def test_the_last_groups_of_an_announced_lane_come_back_during_a_forward_within_
     assert reach(schedule, lane, 3) == [("", "b")]  # and nothing is late
 
 
-def test_bytes_ahead_in_the_lane_that_backward_is_in_and_in_the_next_one_count_together():
+def test_bytes_ahead_in_the_current_and_the_next_lane_count_together():
     lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x", "yz"), make_schedule(prefetch=2 * NBYTES)
     schedule.announce(other, during=lane)
     # Not while a group of the lane itself is away, and then what fits beside what is ahead in it.
@@ -185,7 +185,7 @@ def test_bytes_ahead_in_the_lane_that_backward_is_in_and_in_the_next_one_count_t
     assert other.states == {"x": OFFLOADED, "y": SavedState.RELOADED, "z": SavedState.RELOADED}
 
 
-def test_no_group_above_the_prefetch_and_none_that_is_still_leaving_comes_back_for_an_announcement():
+def test_an_announcement_reloads_no_group_in_flight_or_larger_than_the_prefetch():
     large, leaving, held, schedule = ToyLane("a", "bcd"), ToyLane("a", "b"), ToyLane("a", "b"), make_schedule(prefetch=250)
     leaving.states["b"] = OFFLOADING
     held.close(held.groups[1], is_held=True)
@@ -196,7 +196,7 @@ def test_no_group_above_the_prefetch_and_none_that_is_still_leaving_comes_back_f
 
 
 @pytest.mark.parametrize("comes", ["another announcement", "another backward", "none"])
-def test_what_came_back_for_a_backward_that_does_not_come_next_may_go_and_counts_no_more(comes):
+def test_prefetches_for_a_backward_that_does_not_come_next_are_dropped(comes):
     lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x"), make_schedule(prefetch=2 * NBYTES)
     schedule.announce(lane, during=None)
     lane.execute(schedule.look_ahead())
