@@ -59,7 +59,7 @@ def test_shapes_that_change_reuse_what_is_locked(device):
     arena.close()
 
 
-def test_a_block_of_several_parts_goes_out_and_comes_back_to_the_bit(device):
+def test_a_block_of_several_parts_is_reloaded_bitwise_identical(device):
     arena = HostArena(device, budget=GIB, slab_bytes=8 * MIB, min_part_bytes=MIB)
     blocks = [arena.find_block(4 * MIB) for _ in range(8)]
     del blocks[::2]

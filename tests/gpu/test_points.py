@@ -131,7 +131,7 @@ class FullOnce(HostileGpu):
             raise torch.OutOfMemoryError("CUDA out of memory, says the test.")
 
 
-def test_a_device_that_is_full_while_a_group_comes_back_says_so_and_the_next_step_is_right():
+def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_right():
     device = FullOnce(late={"h2d"})
     case, engine = Case("cuda"), make_engine(device)
     expected = case.run(plain, None)

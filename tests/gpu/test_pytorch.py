@@ -58,7 +58,7 @@ def test_whatever_is_saved_in_a_block():
     block.close()
 
 
-def test_one_tensor_by_hand_frees_its_memory_and_comes_back():
+def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
     tensor = torch.randn(1 << 20, device=DEVICE)
     expected, before = tensor.cpu(), torch.cuda.memory_allocated()
     offloaded = fgoffload.offload_tensor(tensor)
@@ -86,7 +86,7 @@ def test_one_tensor_by_hand_frees_its_memory_and_comes_back():
     ],
     ids=["whole", "transposed", "with an offset", "expanded", "empty", "every other row"],
 )
-def test_types_and_views_come_back_to_the_bit_with_their_strides(look, dtype):
+def test_types_and_views_are_reloaded_bitwise_identical_with_their_strides(look, dtype):
     seen = []
 
     class Save(torch.autograd.Function):

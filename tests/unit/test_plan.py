@@ -24,7 +24,7 @@ def make_sites(count):
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # the machine may be busy
 @given(PLANS)
-def test_a_plan_comes_back_from_its_json_as_it_was(plan):
+def test_a_plan_survives_a_round_trip_through_json(plan):
     assert OffloadPlan.from_json(plan.to_json(), source="test") == plan
 
 

@@ -18,7 +18,7 @@ def test_compute_waits_from_the_first_byte_past_the_window(window_bytes):
 
 
 @given(prefetch_bytes=SIZES, ahead_bytes=st.integers(1, 2**50))
-def test_a_group_comes_back_ahead_when_it_fits_what_is_left_of_the_prefetch(prefetch_bytes, ahead_bytes):
+def test_a_group_is_prefetched_if_it_fits_into_the_unused_prefetch(prefetch_bytes, ahead_bytes):
     policy = TransferPolicy(prefetch_bytes=prefetch_bytes)
     left_bytes = prefetch_bytes - ahead_bytes
     assert policy.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=left_bytes)
@@ -26,7 +26,7 @@ def test_a_group_comes_back_ahead_when_it_fits_what_is_left_of_the_prefetch(pref
 
 
 @given(prefetch_bytes=st.integers(1, 2**50), group_bytes=SIZES)
-def test_one_group_comes_back_ahead_however_large_it_is(prefetch_bytes, group_bytes):
+def test_one_group_of_any_size_is_prefetched(prefetch_bytes, group_bytes):
     assert TransferPolicy(prefetch_bytes=prefetch_bytes).may_prefetch(ahead_bytes=0, group_bytes=group_bytes)
 
 

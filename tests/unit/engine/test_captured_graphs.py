@@ -179,7 +179,7 @@ def test_sites_that_the_warm_up_did_not_see_stay_on_the_gpu():
     assert {captured.forward.size_bytes for captured in model.layers} == {ROWS * ROWS * 4 + (-ROWS * ROWS * 4) % 512}
 
 
-def test_what_has_come_back_and_loses_its_slot_comes_back_again():
+def test_a_reloaded_tensor_that_loses_its_slot_is_reloaded_again():
     engine = make_engine(GraphDevice())
     weights, pool, inputs = make_weights(), GraphPool(), make_inputs(2)
     stacks = [[GraphedLayer(engine, pool, attention, weight, inputs[0]) for weight in weights] for _ in inputs]

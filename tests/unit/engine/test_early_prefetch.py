@@ -44,7 +44,7 @@ def run(*, layers: int, prefetch_bytes: int) -> tuple[int, int]:
     # With one layer backward has released nothing yet. A group larger than the prefetch comes back alone.
     [(0, 2 * NBYTES, 1), (1, 2 * NBYTES, 1), (2, 2 * NBYTES, 0), (4, NBYTES // 2, 0), (4, 0, 2)],
 )
-def test_groups_come_back_while_backward_is_in_layers_that_stay(layers, prefetch_bytes, misses):
+def test_groups_are_reloaded_while_backward_is_in_kept_layers(layers, prefetch_bytes, misses):
     assert run(layers=layers, prefetch_bytes=prefetch_bytes)[0] == misses
     assert run_followed(layers=layers, prefetch_bytes=prefetch_bytes) == misses
 

@@ -41,7 +41,7 @@ def test_a_view_is_rebuilt_over_a_copy_of_any_type_and_counts_changes_with_it(te
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 500), st.integers(1, 9), st.integers(0, 40)), min_size=1, max_size=4))
-def test_gathered_views_come_back_to_their_places(windows):
+def test_gathered_views_are_scattered_to_their_offsets(windows):
     storage = torch.randn(4096)
     tensors = [storage.as_strided((size, 3), (stride, 1), offset) for offset, size, stride in windows]
     views = [get_view(tensor) for tensor in tensors]

@@ -56,7 +56,7 @@ def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_element_type_comes_back_to_the_bit(dtype):
+def test_every_element_type_is_reloaded_bitwise_identical(dtype):
     (without, found), moved, _ = save_and_take(lambda: make_all_bytes(dtype), DelayedCpuDevice)
     assert found.dtype == dtype
     assert torch.equal(get_bits(found), get_bits(without))
@@ -83,7 +83,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout_comes_back_with_its_strides_and_values(name):
+def test_every_layout_is_reloaded_with_its_strides_and_values(name):
     (without, found), moved, _ = save_and_take(LAYOUTS[name], DelayedCpuDevice)
     assert torch.equal(found, without)
     assert moved > 0

@@ -82,7 +82,7 @@ def test_a_copy_of_a_dropped_graph_that_is_still_queued_does_not_write_over_the_
     assert_same_bits([2 * (x * 2).cos()], [x.grad])
 
 
-def test_a_copy_that_was_called_back_and_is_still_queued_does_not_write_over_the_next_one():
+def test_a_cancelled_copy_that_is_still_queued_does_not_overwrite_the_next_one():
     engine = make_tight_engine(PATIENT)
     first, second = leaf(64, 64, seed=1), leaf(64, 64, seed=2)
     sites = Sites(engine)

@@ -184,7 +184,7 @@ def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back(
     engine.close()
 
 
-def test_bytes_come_back_at_the_alignment_that_they_left_with():
+def test_bytes_are_reloaded_with_their_original_alignment():
     engine = make_engine()
     x = torch.randn(4096, requires_grad=True)
     h = x * 2

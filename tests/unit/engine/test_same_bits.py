@@ -13,7 +13,7 @@ def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 
 
-def test_views_of_one_storage_with_elements_of_different_sizes_come_back():
+def test_views_of_one_storage_with_different_element_sizes_are_reloaded():
     class SaveBoth(torch.autograd.Function):
         @staticmethod
         def forward(ctx, tensor):
@@ -81,7 +81,7 @@ def test_a_save_outside_of_every_region_joins_the_group_whose_storage_it_shares(
 
 
 @DEVICES
-def test_held_groups_leave_at_the_flush_and_come_back_to_the_bit(make_device):
+def test_held_groups_are_offloaded_at_the_flush_and_reloaded_bitwise_identical(make_device):
     x = leaf(64, 64)
     engine = make_engine(make_device())
     moved = []

@@ -21,7 +21,7 @@ def make_eager_engine(make_device) -> OffloadEngine:
 
 @DEVICES
 @pytest.mark.parametrize("is_held", [False, True])
-def test_a_storage_that_many_groups_save_through_different_views_leaves_once_and_comes_back_once(is_held, make_device):
+def test_a_storage_saved_by_many_groups_is_offloaded_and_reloaded_once(is_held, make_device):
     x = leaf(64, 64)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -95,7 +95,7 @@ def test_tensors_that_the_user_references_are_not_freed_and_others_are(make_devi
     engine.close()
 
 
-def test_a_table_that_is_called_back_each_time_leaves_once():
+def test_a_table_whose_offload_is_always_cancelled_is_offloaded_once():
     device = DelayedCpuDevice()
     engine = make_engine(device, policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
     table, x = torch.randn(64, 64, generator=torch.Generator().manual_seed(5)), leaf(64, 64)
@@ -110,7 +110,7 @@ def test_a_table_that_is_called_back_each_time_leaves_once():
     engine.close()
 
 
-def test_what_was_called_back_and_has_left_again_waits_for_its_second_copy():
+def test_a_storage_offloaded_again_after_a_cancel_waits_for_its_second_copy():
     device = DelayedCpuDevice()
     engine = make_engine(device, policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
     x, other = leaf(64, 64), leaf(64, 64)

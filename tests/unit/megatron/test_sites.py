@@ -45,7 +45,7 @@ OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
         pytest.param(f"{MIXED} --mtp-num-layers 1 {FULL} uniform", ("layer_input",), marks=RECOMPUTES_DEPTHS),
     ],
 )
-def test_losses_and_gradients_are_the_same_to_the_bit(flags, tags):
+def test_losses_and_gradients_are_bitwise_identical(flags, tags):
     expected, _ = train(flags)
     found, moved = train(flags, make_config(*tags))
     assert found == expected

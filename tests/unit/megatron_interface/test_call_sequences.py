@@ -49,7 +49,7 @@ def get_expected(*, steps: int = 1, **options) -> list[torch.Tensor]:
     [*((tag,) for tag in ALL_TAGS if tag != "attn_proj"), ("core_attn", "attn_proj"), ALL_TAGS],
     ids=" ".join,
 )
-def test_gradients_are_the_same_to_the_bit_and_exactly_the_bytes_move(tags, imports_first):
+def test_gradients_are_bitwise_identical_and_exact_bytes_are_offloaded(tags, imports_first):
     with with_offload(*tags, imports_first=imports_first) as training:
         found = [gradient for _ in range(2) for gradient in training.step()]
         moved = {tag: stats.d2h_bytes for tag, stats in training.offload.last_step.tags.items()}
@@ -127,7 +127,7 @@ def test_each_object_ends_the_group_that_it_began(caplog):
         assert list_departures(caplog) == ["layers.0.mlp_norm mb=0", "layers.1.mlp_norm mb=0"]
 
 
-def test_what_group_offload_is_given_comes_back_as_it_was():
+def test_group_offload_returns_its_arguments_unchanged():
     with with_offload("qkv_linear") as training:
         interface = training.layers.off_interface
         for is_on in (True, False):

@@ -147,7 +147,7 @@ class WritesLogits(torch.autograd.Function):
 
 
 @DEVICES
-def test_what_an_uncounted_write_changes_comes_back_as_it_is_where_it_is_saved_again(make_device):
+def test_bytes_changed_by_an_uncounted_write_are_current_if_saved_again(make_device):
     inputs = torch.linspace(-1, 1, N * N).view(N, N)
 
     def step(context):
@@ -267,7 +267,7 @@ def test_host_memory_that_was_taken_in_inference_mode_serves_a_training():
     handle.close()
 
 
-def test_attributes_of_a_saved_tensor_come_back_with_it():
+def test_attributes_of_a_saved_tensor_are_restored():
     class Scaled(torch.Tensor):
         pass
 

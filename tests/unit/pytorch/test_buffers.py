@@ -75,7 +75,7 @@ def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: sequence.__name__)
-def test_gradients_through_running_statistics_are_equal_to_the_bit(sequence):
+def test_gradients_through_running_statistics_are_bitwise_identical(sequence):
     check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=DelayedCpuDevice()))
 
 

@@ -32,7 +32,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_tensor_comes_back_with_its_bytes_size_and_strides(kind, make_device):
+def test_a_tensor_is_reloaded_with_its_bytes_size_and_strides(kind, make_device):
     tensor = TENSORS[kind]
     with fgoffload.saved_tensors(ALL, device=make_device() or "cpu") as store:
         back = store.offload_tensor(tensor).reload()
@@ -95,7 +95,7 @@ def test_a_change_in_place_of_what_came_back_is_refused_at_the_next_reload():
         offloaded.reload()
 
 
-def test_what_stays_by_the_rules_comes_back_all_the_same_and_is_counted():
+def test_a_tensor_kept_by_the_rules_is_returned_and_counted():
     net = make_net()
     with fgoffload.offload(net, ["layers.*.mlp"], TransferConfig(min_offloaded_bytes=1 << 20)) as handle:
         weight, small = net.layers[0].norm.weight, torch.ones(8)
@@ -106,7 +106,7 @@ def test_what_stays_by_the_rules_comes_back_all_the_same_and_is_counted():
         assert handle.stats().tags["by_hand"].kept_bytes == {KeptReason.TOO_SMALL.value: 32}
 
 
-def test_a_parameter_comes_back_without_gradient_history_on_its_own_memory():
+def test_a_parameter_is_returned_detached_on_its_own_memory():
     parameter = torch.nn.Parameter(BASE.clone())
     offloaded = fgoffload.offload_tensor(parameter)
     back = offloaded.reload()

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
-def test_gradients_are_equal_to_the_bit_and_the_bytes_are_those_that_the_modules_save(make_device):
+def test_gradients_are_bitwise_identical_and_the_saved_bytes_are_offloaded(make_device):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, PATTERNS, ALL, device=make_device()) as handle:

@@ -40,7 +40,7 @@ EACH_SCENARIO = pytest.mark.parametrize(
 
 
 @EACH_SCENARIO
-def test_losses_and_gradients_are_equal_to_the_bit_on_every_rank(scenario, is_slow):
+def test_losses_and_gradients_are_bitwise_identical_on_every_rank(scenario, is_slow):
     results = run_all(is_slow=is_slow)
     plain = results[dataclasses.replace(scenario, offload="none")]
     for one, other in zip(plain, results[scenario], strict=True):

@@ -22,7 +22,7 @@ def make_block(device=None, **options):
 
 
 @pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
-def test_gradients_are_equal_to_the_bit_with_backward_behind_the_block(group_bytes):
+def test_gradients_are_bitwise_identical_with_backward_after_the_block(group_bytes):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block(DelayedCpuDevice(), group_bytes=group_bytes)
@@ -39,7 +39,7 @@ def test_gradients_are_equal_to_the_bit_with_backward_behind_the_block(group_byt
 
 
 @pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
-def test_gradients_are_equal_to_the_bit_with_backward_inside_of_the_block(group_bytes):
+def test_gradients_are_bitwise_identical_with_backward_inside_the_block(group_bytes):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block(DelayedCpuDevice(), group_bytes=group_bytes)
@@ -66,7 +66,7 @@ def test_groups_leave_when_they_have_grown_to_their_size():
     block.close()
 
 
-def test_groups_come_back_ahead_of_backward():
+def test_groups_are_reloaded_ahead_of_backward():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=ROW_BYTES)
     with block:

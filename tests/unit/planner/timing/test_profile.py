@@ -74,7 +74,7 @@ def make_profile(*layers, microbatches=4, stages=2, rank=0):
 PROFILE = make_profile(make_layer("moe (layer 0)", wait=HostWait.HOLD), make_layer("moe (layer 1)", forward_s=5.0))
 
 
-def test_a_profile_comes_back_from_its_file_as_it_was(tmp_path):
+def test_a_profile_survives_a_round_trip_through_its_file(tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
