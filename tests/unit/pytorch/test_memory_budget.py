@@ -110,7 +110,7 @@ def test_a_plan_counts_the_cpu_time_of_each_offloaded_group():
     planner = Planner([layer] * 3, link=link, policy=TransferPolicy(), budget_bytes=1 << 30, config=ALL)
     sites = [Site(chunk=0, layer=layer, tag=tag) for layer in range(2) for tag in times]
     one, all_four = (
-        planner.fit(OffloadPlan(actions=dict.fromkeys(offloaded, Action.OFFLOAD)), StepReading(1 << 30, 0.0))
+        planner.fit(OffloadPlan(actions=dict.fromkeys(offloaded, Action.OFFLOAD)), StepReading(1 << 30))[1]
         for offloaded in (sites[:1], sites)
     )
     assert all_four - one == pytest.approx(3e-4, rel=0.05)
