@@ -3,7 +3,7 @@
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
 second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
 timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
-planner's model with their peak and median time, and plans once more. It compares later steps that are powers of two with the
+planner's model with their peak and shortest time, and plans once more. It compares later steps that are powers of two with the
 prediction. All processes do so in the same steps, since they exchange their readings. A forward whose input is larger than
 planned offloads everything. A single process measures the model again in that forward; several processes do so in the next
 compared step.
@@ -12,7 +12,6 @@ compared step.
 import contextlib
 import functools
 import logging
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -56,7 +55,7 @@ _EARLY = 3
 _SETTLED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
-"""Number of timed steps, of which `_SETTLED` is the last. Their median counts, since the CPU may delay a single step."""
+"""Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
 _FASTER = 0.005
 """Fraction of a step by which a plan must be predicted to be faster to replace another plan that fits the budget."""
 _ALIKE = 0.9
@@ -251,7 +250,7 @@ class BudgetOffload(ModelOffload):
         age = self._step - 1 - self._planned_at
         if _SETTLED - _TIMED < age <= _SETTLED:
             self._times_s.append(reading.step_s)
-            reading = reading._replace(step_s=statistics.median(self._times_s))
+            reading = reading._replace(step_s=min(self._times_s))
         planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
         is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
         if age == _SETTLED:

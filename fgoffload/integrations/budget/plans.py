@@ -11,7 +11,7 @@ from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT, LayerPart, MeasuredLayer, make_rank
-from fgoffload.planner.ranks.rank_model import LinkModel, NumberedLayer, RankModel
+from fgoffload.planner.ranks.rank_model import LateCosts, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.solver import solve
 from fgoffload.transfer_config import TransferConfig
@@ -25,9 +25,9 @@ _SAFETY = 1.05
 """Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
 memory of the loss as static, and was up to 4% too small."""
 
-_GROUP_S = 1e-4
-"""Assumed CPU time per offloaded group, in seconds. The GPU waits for it wherever a step is launch-bound. Without it, a plan
-prefers many small groups. Source: docs/results/host_overhead.md."""
+_LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)
+"""Assumed CPU times of offload, for which the GPU waits where a step is launch-bound. Without them, plans prefer many small
+groups. Source: docs/results/host_overhead.md, and profiles of the steps in docs/results/huggingface.md."""
 
 
 class StepReading(NamedTuple):
@@ -125,7 +125,7 @@ class Planner:
             chunks=(dataclasses.replace(chunk, layers=(*chunk.layers, loss)),),
             min_offloaded_numel=0,
             step_end_s=self._end_s,
-            late_group_s=_GROUP_S,
+            late=_LATE,
         )
 
     def _add_time_between(self, model: LayerModel) -> LayerModel:
