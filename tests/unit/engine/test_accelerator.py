@@ -50,14 +50,14 @@ class Stream:
         self.waits.append(event.stream)
 
 
-def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
+def test_concurrent_waits_on_two_threads_use_separate_events():
     device, second = AcceleratorDevice(), Stream()
     first = Stream(lambda: device.wait_stream(second, "another source", Hazard.SOURCE_UNWRITTEN))
     device.wait_stream(first, "source", Hazard.SOURCE_UNWRITTEN)
     assert (first.waits, second.waits) == (["source"], ["another source"])
 
 
-def test_an_event_in_use_is_not_recorded_again():
+def test_an_event_is_not_reused_while_it_is_referenced():
     # A later query or wait would otherwise be about another copy.
     device = AcceleratorDevice()
     held = [device.record_event(f"copy {number}") for number in range(3)]
@@ -120,7 +120,7 @@ class Queue:
         raise AssertionError("it was entered")
 
 
-def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece_on_a_second_stream(use_runtime, monkeypatch):
+def test_pinned_copies_call_cudaMemcpyAsync_in_pieces_on_alternating_streams(use_runtime, monkeypatch):
     monkeypatch.setattr(cuda_copies, "PIECE_BYTES", 20)
     runtime = use_runtime(Runtime())
     device = AcceleratorDevice()
@@ -136,7 +136,7 @@ def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece
     assert Queue.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the one before it"
 
 
-def test_an_error_of_cuda_is_raised(use_runtime, monkeypatch):
+def test_a_cuda_error_is_raised(use_runtime, monkeypatch):
     use_runtime(Runtime(status=700))
     checked = []
     monkeypatch.setattr(torch.cuda, "check_error", checked.append)
@@ -146,7 +146,7 @@ def test_an_error_of_cuda_is_raised(use_runtime, monkeypatch):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_runtime, monkeypatch):
+def test_copies_go_through_torch_when_its_cuda_sanitizer_is_enabled(is_on, use_runtime, monkeypatch):
     runtime = use_runtime(Runtime())
     sanitizer = types.SimpleNamespace(cuda_sanitizer=types.SimpleNamespace(enabled=is_on))
     monkeypatch.setitem(sys.modules, "torch.cuda._sanitizer", sanitizer)
@@ -157,7 +157,7 @@ def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_r
     assert len(runtime.asked) == (0 if is_on else 1)
 
 
-def test_a_runtime_without_cudas_names_leaves_copies_to_torch(use_runtime):
+def test_copies_go_through_torch_if_the_runtime_lacks_cudaMemcpyAsync(use_runtime):
     use_runtime(types.SimpleNamespace())  # as ROCm's, whose functions begin with `hip`
     device = AcceleratorDevice()
     destination = torch.zeros(4)
@@ -216,7 +216,7 @@ def other_accelerator(request, monkeypatch):
     return types.SimpleNamespace(device=device, pinned=pinned)
 
 
-def test_an_accelerator_that_has_nothing_of_cudas_computes_the_same_bits(other_accelerator):
+def test_offload_on_an_accelerator_other_than_cuda_is_bitwise_identical(other_accelerator):
     device, net, inputs = other_accelerator.device, make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, PATTERNS, dataclasses.replace(ALL, is_timed=True), device=device) as handle:

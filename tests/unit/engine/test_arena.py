@@ -21,7 +21,7 @@ def make_arena(budget_bytes: int = 1 << 20, slab_bytes: int = 1 << 16, device: C
     return HostArena(device or CpuDevice(), budget=budget_bytes, slab_bytes=slab_bytes)
 
 
-def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_two():
+def test_a_block_has_the_requested_size_and_its_slab_is_rounded_only_to_512_bytes():
     arena = make_arena()
     block = arena.find_block(100_000)
     assert block.parts[0].shape == (100_000,)
@@ -29,7 +29,7 @@ def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_
     assert arena.used_bytes == 100_352
 
 
-def test_the_budget_is_never_exceeded_and_used_to_its_end():
+def test_the_whole_budget_can_be_used_and_is_never_exceeded():
     arena = make_arena(budget_bytes=10 * 512, slab_bytes=4 * 512)
     blocks = [arena.find_block(512) for _ in range(11)]
     assert [block is not None for block in blocks] == [True] * 10 + [False]
@@ -40,7 +40,7 @@ def test_the_budget_is_never_exceeded_and_used_to_its_end():
     assert arena.find_block(512) is not None
 
 
-def test_closing_with_a_block_in_use_is_a_fault_of_ours():
+def test_closing_with_a_block_in_use_raises_an_internal_error():
     arena = make_arena()
     block = arena.find_block(512)
     with pytest.raises(InternalError, match="closed with 512 bytes in use"):
@@ -213,7 +213,7 @@ def make_split_arena(budget_units: int = 1 << 20, device: CpuDevice | None = Non
     return HostArena(device or CpuDevice(), budget=budget_units * 512, slab_bytes=512, min_part_bytes=part_units * 512)
 
 
-def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
+def test_each_part_of_a_block_is_paired_with_its_range_of_the_source():
     arena = make_split_arena(budget_units=5)
     blocks = [arena.find_block(512) for _ in range(5)]
     del blocks[::2]
@@ -228,7 +228,7 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
     assert torch.equal(found, source)
 
 
-def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_and_joined():
+def test_splitting_and_merging_ranges_does_not_duplicate_pending_reads():
     arena = make_arena(budget_bytes=8 * 512, slab_bytes=8 * 512, device=ModelDevice())
     block = arena.find_block(8 * 512)
     block.place.last_read = Read()
@@ -240,7 +240,7 @@ def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_
     assert len(arena.find_block(8 * 512).reads_to_wait_for) == 1
 
 
-def test_blocks_may_be_dropped_on_any_thread():
+def test_blocks_can_be_freed_on_any_thread():
     arena = make_arena()
     blocks = [arena.find_block(512) for _ in range(100)]
 

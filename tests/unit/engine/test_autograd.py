@@ -62,7 +62,7 @@ def run_both(make_both, use) -> None:
 
 
 @ENGINES
-def test_the_gradient_of_a_gradient_is_the_same(make_both):
+def test_second_order_gradients_are_bitwise_identical(make_both):
     def use(net, engine):
         left, right = net(engine)
         first = torch.autograd.grad((left + right).sum(), net.leaves, create_graph=True)
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_gradient_is_the_same(make_both):
 
 
 @ENGINES
-def test_a_gradient_that_is_taken_inside_of_a_region_and_differentiated_again_is_the_same(make_both):
+def test_differentiating_a_gradient_computed_inside_a_region_is_bitwise_identical(make_both):
     def use(net, engine):
         def penalize(h: torch.Tensor) -> torch.Tensor:
             output = (h @ net.w).tanh()
@@ -89,7 +89,7 @@ def test_a_gradient_that_is_taken_inside_of_a_region_and_differentiated_again_is
 
 @ENGINES
 @pytest.mark.parametrize("moment", ["before", "after a backward", "in the middle of one"])
-def test_a_graph_that_is_dropped_gives_all_host_bytes_back(moment, make_both):
+def test_dropping_a_graph_releases_all_host_memory(moment, make_both):
     _, engine = make_both()
     net = Net()
     with without_the_cyclic_collector():
@@ -103,7 +103,7 @@ def test_a_graph_that_is_dropped_gives_all_host_bytes_back(moment, make_both):
         check_drained(engine)
 
 
-def test_a_chain_of_two_thousand_regions_is_dropped_without_recursion():
+def test_dropping_a_chain_of_2000_regions_does_not_recurse():
     engine = make_engine(policy=POLICIES["eager"])
     with without_the_cyclic_collector():
         sites = Sites(engine)
@@ -114,7 +114,7 @@ def test_a_chain_of_two_thousand_regions_is_dropped_without_recursion():
         check_drained(engine)
 
 
-def test_hooks_of_the_user_on_tensors_and_nodes_see_the_same_gradients():
+def test_user_hooks_on_tensors_and_nodes_see_the_same_gradients():
     def use(engine):
         net, seen = Net(), []
         left, right = net(engine)
@@ -128,7 +128,7 @@ def test_hooks_of_the_user_on_tensors_and_nodes_see_the_same_gradients():
     assert_same_bits(use(None), use(make_engine(DelayedCpuDevice())))
 
 
-def test_saved_tensor_hooks_of_the_user_inside_of_a_region_win_and_see_the_same_tensors():
+def test_user_saved_tensor_hooks_inside_a_region_take_precedence():
     def use(engine):
         packed = []
 

@@ -62,7 +62,7 @@ def check_same(found, expected):
     assert all(map(torch.equal, found, expected))
 
 
-def test_replays_with_offload_give_the_bits_of_eager_training():
+def test_graph_replays_with_offload_are_bitwise_identical_to_eager_training():
     engine = make_engine(GraphDevice())
     model = Model(engine)
     assert model.pool.poison() >= LAYERS * sum(SAVED_BYTES.values())  # the memory of what left is free for other graphs
@@ -77,7 +77,7 @@ def test_replays_with_offload_give_the_bits_of_eager_training():
         assert tags["core_attn"].prefetch_misses == 0
 
 
-def test_microbatches_that_overlap_keep_their_own_bytes():
+def test_overlapping_microbatches_do_not_mix_their_saved_tensors():
     engine = make_engine(GraphDevice())
     weights, pool = make_weights(), GraphPool()
     inputs = make_inputs(2)
@@ -95,7 +95,7 @@ def test_microbatches_that_overlap_keep_their_own_bytes():
     check_same([weight.grad for weight in weights], run_eager(inputs))
 
 
-def test_a_forward_whose_backward_never_comes_leaves_nothing_behind():
+def test_a_forward_without_a_backward_leaks_no_host_memory():
     engine = make_engine(GraphDevice())
     model = Model(engine)
     del_me = model(make_inputs(1)[0])
@@ -121,7 +121,7 @@ def test_storages_that_are_referenced_elsewhere_stay_on_the_gpu():
     assert "something else still references its storage" in tag.kept_bytes
 
 
-def test_an_object_that_something_else_holds_stays():
+def test_a_saved_tensor_object_that_is_still_referenced_stays_on_the_gpu():
     held = []
 
     def layer(hidden, weight, find_region):
@@ -137,7 +137,7 @@ def test_an_object_that_something_else_holds_stays():
 
 
 @pytest.mark.parametrize("eager_runs", [0, LAYERS], ids=["always", "when it is captured"])
-def test_a_change_in_place_after_a_save_is_refused_as_without_graphs(eager_runs):
+def test_an_in_place_change_after_a_save_in_a_graph_raises(eager_runs):
     runs = itertools.count()
 
     def layer(hidden, weight, find_region):
@@ -152,7 +152,7 @@ def test_a_change_in_place_after_a_save_is_refused_as_without_graphs(eager_runs)
         Model(make_engine(GraphDevice()), layer=layer)
 
 
-def test_tensors_saved_by_a_branch_of_the_graph_stay_on_the_gpu():
+def test_tensors_saved_on_a_side_stream_of_the_graph_stay_on_the_gpu():
     engine = make_engine(GraphDevice())
 
     def layer(hidden, weight, find_region):
@@ -163,7 +163,7 @@ def test_tensors_saved_by_a_branch_of_the_graph_stay_on_the_gpu():
     assert all(captured.forward is None for captured in Model(engine, layer=layer).layers)
 
 
-def test_sites_that_the_warm_up_did_not_see_stay_on_the_gpu():
+def test_sites_that_the_warm_up_skipped_stay_on_the_gpu():
     runs = itertools.count()
 
     def layer(hidden, weight, find_region):
@@ -179,7 +179,7 @@ def test_sites_that_the_warm_up_did_not_see_stay_on_the_gpu():
     assert {captured.forward.size_bytes for captured in model.layers} == {ROWS * ROWS * 4 + (-ROWS * ROWS * 4) % 512}
 
 
-def test_a_reloaded_tensor_that_loses_its_slot_is_reloaded_again():
+def test_a_reloaded_tensor_whose_slot_was_overwritten_is_reloaded_again():
     engine = make_engine(GraphDevice())
     weights, pool, inputs = make_weights(), GraphPool(), make_inputs(2)
     stacks = [[GraphedLayer(engine, pool, attention, weight, inputs[0]) for weight in weights] for _ in inputs]
@@ -201,7 +201,7 @@ def test_a_reloaded_tensor_that_loses_its_slot_is_reloaded_again():
     check_same([weight.grad for weight in weights[:2]], run_eager(inputs)[:2])
 
 
-def test_the_host_knows_of_copies_of_slots():
+def test_is_copying_out_covers_copies_from_graph_slots():
     engine = make_engine(GraphDevice())
     Model(engine)(make_inputs(1)[0])
     assert engine.is_copying_out()
@@ -209,7 +209,7 @@ def test_the_host_knows_of_copies_of_slots():
     assert not engine.is_copying_out()
 
 
-def test_a_host_budget_that_is_too_small_is_one_error():
+def test_a_host_budget_that_is_too_small_raises_state_error():
     model = Model(make_engine(GraphDevice(), host_budget_bytes=512))
     with pytest.raises(StateError, match="but the host budget is used up"):
         model(make_inputs(1)[0])
@@ -231,7 +231,7 @@ def run_step(engine, weights, inputs):
 
 
 @pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["nothing in flight", "all in flight"])
-def test_a_captured_step_replays_its_copies(window_bytes):
+def test_replaying_a_captured_step_repeats_its_copies(window_bytes):
     policy = TransferPolicy(window_bytes=window_bytes, prefetch_bytes=1 << 10)
     engine, weights, pool = make_engine(GraphDevice(), policy=policy), make_weights(), GraphPool()
     static = [torch.zeros(ROWS, ROWS) for _ in range(2)]
@@ -256,7 +256,7 @@ def test_a_captured_step_replays_its_copies(window_bytes):
     engine.close()
 
 
-def test_a_capture_takes_no_host_memory():
+def test_capturing_allocates_no_host_memory():
     engine, weights = make_engine(GraphDevice()), make_weights()
     with engine.capture_step(), engine.device.capturing():
         run_step(engine, weights, make_inputs(1))

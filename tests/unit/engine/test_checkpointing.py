@@ -109,7 +109,7 @@ def compare(place, recompute: Callable, make_device) -> int:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @KINDS
 @EVERY_PLACE
-def test_checkpoints_and_regions_in_any_nesting_give_the_same_bits_and_save_as_little(place, use_reentrant):
+def test_nested_checkpoints_and_regions_are_bitwise_identical_without_extra_saves(place, use_reentrant):
     moved_bytes = compare(place, functools.partial(checkpoint, use_reentrant=use_reentrant), DelayedCpuDevice)
     assert moved_bytes == MOVED_STORAGES[place] * NBYTES
 
@@ -136,7 +136,7 @@ def make_selective(policy: str, *, respects_hooks: bool):
 @pytest.mark.parametrize("respects_hooks", [False, True] if HAS_CHOICE else [False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", [in_a_region, around_a_region, watched_layers], ids=lambda place: place.__name__)
-def test_a_selective_checkpoint_gives_the_same_bits_and_recomputes_as_often(place, policy, respects_hooks):
+def test_selective_checkpoints_are_bitwise_identical_without_extra_recompute(place, policy, respects_hooks):
     compare(place, make_selective(policy, respects_hooks=respects_hooks), DelayedCpuDevice)
 
 
@@ -149,7 +149,7 @@ def test_tensors_kept_by_a_selective_checkpoint_are_offloaded_if_it_respects_hoo
 
 
 @KINDS
-def test_an_exception_in_a_recompute_leaves_no_hooks_and_no_host_memory(use_reentrant):
+def test_an_exception_during_recompute_leaks_no_hooks_and_no_host_memory(use_reentrant):
     net, engine = Net(functools.partial(checkpoint, use_reentrant=use_reentrant)), make_engine(DelayedCpuDevice())
     sites = Sites(engine)
 

@@ -49,7 +49,7 @@ def test_groups_are_reloaded_while_backward_is_in_kept_layers(layers, prefetch_b
     assert run_followed(layers=layers, prefetch_bytes=prefetch_bytes) == misses
 
 
-def test_the_device_holds_no_more_than_where_forward_ended():
+def test_backward_never_exceeds_the_memory_in_use_at_the_end_of_forward():
     # The gradient that is under way is no activation; what is called back takes the place of what was let go.
     assert run(layers=6, prefetch_bytes=2 * NBYTES)[1] <= 0
 
@@ -78,7 +78,7 @@ def test_groups_beyond_the_loss_window_are_offloaded_before_the_loss_and_reloade
     assert stats.prefetch_misses == (stays == 0)
 
 
-def test_groups_that_are_held_when_backward_is_expected_stay_on_the_gpu():
+def test_groups_still_held_back_when_backward_is_due_stay_on_the_gpu():
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = w * 2

@@ -133,7 +133,7 @@ PLACES = {"forward": raise_in_forward, "backward": raise_in_backward, "tensor ho
 @DEVICES
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_exception_of_the_users_code_leaves_nothing_and_the_next_step_is_right(kind, place, make_device):
+def test_after_an_exception_in_user_code_nothing_leaks_and_the_next_step_is_correct(kind, place, make_device):
     engine = make_small_engine(make_device())
     act = PLACES[place](lambda: kind("the user's own"))
     assert raise_in(lambda: run_step(Model(), engine, act=act), kind)
@@ -170,6 +170,6 @@ def fail_each_call(operation: str, make_error: MakeError, run: Callable[[Offload
 
 
 @EVERY_FAILURE
-def test_an_exception_in_any_call_of_the_device_leaves_nothing_and_the_next_step_is_right(operation, make_error):
+def test_after_an_exception_in_any_device_call_nothing_leaks_and_the_next_step_is_correct(operation, make_error):
     kind = type(make_error())
     fail_each_call(operation, make_error, lambda engine: raise_in(lambda: run_step(Model(), engine), kind))

@@ -108,7 +108,7 @@ def test_fault_06_a_forward_without_grad_before_training_does_not_count_as_a_ste
     engine.close()
 
 
-def test_fault_07_more_microbatches_than_the_step_before_are_offloaded_too():
+def test_fault_07_a_step_with_more_microbatches_than_the_last_is_fully_offloaded():
     x = leaf(64, 64)
     engine = make_engine()
     for count in (2, 4, 3):
@@ -121,7 +121,7 @@ def test_fault_07_more_microbatches_than_the_step_before_are_offloaded_too():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("is_inside", [True, False])
-def test_fault_08_a_recomputed_and_offloaded_module_gives_the_same_bits(is_inside, use_reentrant):
+def test_fault_08_a_module_both_recomputed_and_offloaded_is_bitwise_identical(is_inside, use_reentrant):
     x = leaf(64, 64)
 
     def recompute(function, h: torch.Tensor) -> torch.Tensor:
@@ -138,13 +138,13 @@ def test_fault_08_a_recomputed_and_offloaded_module_gives_the_same_bits(is_insid
 
 
 @pytest.mark.parametrize(("fraction", "offloaded"), [(1.0, 10), (0.9, 9), (0.8, 8), (0.5, 5), (0.1, 1), (0.0, 0)])
-def test_fault_09_a_fraction_of_ten_groups_is_that_many_groups(fraction, offloaded):
+def test_fault_09_a_fraction_of_ten_groups_offloads_exactly_that_many(fraction, offloaded):
     sites = [Site(chunk=0, layer=layer, tag="core_attn") for layer in range(10)]
     actions = OffloadPlan.from_fraction(sites, fraction).actions
     assert [site.layer for site in sites if actions[site] is Action.OFFLOAD] == list(range(offloaded))
 
 
-def test_fault_10_backward_may_run_twice_in_any_order_and_through_nested_regions():
+def test_fault_10_backward_can_run_twice_in_any_order_and_through_nested_regions():
     x = leaf(64, 64)
     seen = []
 
@@ -233,7 +233,7 @@ def test_fault_14_reloaded_tensors_keep_their_strides(make_device):
 
 
 @pytest.mark.parametrize("moment", ["before it leaves", "while its copy is queued", "before its copy is known to be done"])
-def test_fault_15_a_change_in_place_after_the_save_is_refused_with_tag_layer_and_microbatch(moment):
+def test_fault_15_an_in_place_change_after_the_save_raises_with_tag_layer_and_microbatch(moment):
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30))
     h = leaf(64, 64) * 2
     output = Sites(engine, microbatch=3)(torch.sin, h, is_held=moment == "before it leaves").sum()
@@ -259,7 +259,7 @@ def test_fault_16_two_models_in_one_process_share_nothing():
     engines[0].close()
 
 
-def test_fault_17_host_memory_is_exact_capped_and_shared_by_all_shapes():
+def test_fault_17_host_memory_is_exact_within_budget_and_reused_across_shapes():
     shapes = [(96, 96), (3, 7, 512), (1152,)]  # 36, 42 and 4.5 KiB: whole multiples of 512 bytes, and no power of two
     budget_bytes = 4 * sum(torch.Size(shape).numel() for shape in shapes)
     engine = make_engine(host_budget_bytes=budget_bytes)
@@ -288,7 +288,7 @@ def test_fault_18_a_tag_without_effect_is_refused():
         offload.remove()
 
 
-def test_fault_19_a_held_group_puts_nothing_on_the_copy_stream_before_the_flush():
+def test_fault_19_a_held_back_group_queues_no_copy_before_the_flush():
     device = ClockedCpuDevice()
     engine = make_engine(device)
     x = leaf(64, 64)
@@ -310,7 +310,7 @@ def test_fault_19_a_held_group_puts_nothing_on_the_copy_stream_before_the_flush(
     [{}, {"min_offloaded_numel": 1 << 20}, {"host_budget_bytes": 512}, {"keep": torch.is_tensor}],
     ids=["leaves", "too small", "no host memory", "kept"],
 )
-def test_fault_20_a_saved_output_closes_no_cycle_through_its_graph(options):
+def test_fault_20_a_saved_output_creates_no_reference_cycle(options):
     engine = make_engine(**options)
     x = leaf(64, 64)
     with without_the_cyclic_collector():
@@ -324,7 +324,7 @@ def test_fault_20_a_saved_output_closes_no_cycle_through_its_graph(options):
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-def test_fault_21_an_emptied_storage_is_kept_if_announced_and_refused_if_not(is_announced):
+def test_fault_21_a_resized_storage_raises_unless_it_was_marked_to_be_kept(is_announced):
     engine = make_engine()
     h = leaf(64, 64) * 2
     contents = h.detach().clone()
@@ -345,7 +345,7 @@ def test_fault_21_an_emptied_storage_is_kept_if_announced_and_refused_if_not(is_
 
 
 @DEVICES
-def test_fault_22_the_output_of_a_region_is_not_a_view_and_megatron_may_deallocate_it(make_device):
+def test_fault_22_a_region_output_is_not_a_view_and_megatron_can_deallocate_it(make_device):
     schedules = load_module("megatron.core.pipeline_parallel.schedules")
     x = leaf(64, 64)
     gradients = []
@@ -365,7 +365,7 @@ def test_fault_22_the_output_of_a_region_is_not_a_view_and_megatron_may_dealloca
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_fault_23_a_region_inside_a_checkpoint_does_not_undo_it_and_saves_nothing_in_the_recompute(use_reentrant):
+def test_fault_23_a_region_in_a_checkpoint_neither_disables_it_nor_saves_its_recompute(use_reentrant):
     x = leaf(64, 64)
     saved_bytes = []
     for engine in (None, make_engine()):

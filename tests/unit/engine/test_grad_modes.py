@@ -111,7 +111,7 @@ def run_both(make_device: Callable, use: Callable[[Layers, OffloadEngine | None]
 
 @DEVICES
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_forwards_without_grad_before_between_and_after_steps_touch_nothing(mode, make_device):
+def test_forwards_without_grad_around_steps_change_nothing(mode, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         seen = []
         for step in range(3):
@@ -127,7 +127,7 @@ def test_forwards_without_grad_before_between_and_after_steps_touch_nothing(mode
 
 
 @DEVICES
-def test_frozen_inputs_and_frozen_weights_give_the_same_bits(make_device):
+def test_frozen_inputs_and_frozen_weights_are_bitwise_identical(make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         seen = []
         for frozen in ([], ["norm.weight", "norm.bias"], ["experts.weights.0", "experts.weights.3"], ["norm.weight"]):
@@ -151,7 +151,7 @@ ROUTINGS = {
 
 @DEVICES
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_routing_and_lengths_that_change_give_the_same_bits(routing, make_device):
+def test_any_routing_and_changing_lengths_are_bitwise_identical(routing, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         for lengths in ((16, 1), (200, 3), (0, 20)):
             train_step(layers, engine, [(make_batch(length, seed=length)[0], ROUTINGS[routing](length)) for length in lengths])
@@ -166,7 +166,7 @@ def test_every_routing_and_lengths_that_change_give_the_same_bits(routing, make_
 
 @DEVICES
 @pytest.mark.parametrize("caches_weights", [False, True])
-def test_autocast_gives_the_same_bits(caches_weights, make_device):
+def test_autocast_is_bitwise_identical(caches_weights, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         gradients = []
         for step in range(2):

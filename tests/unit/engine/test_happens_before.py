@@ -60,12 +60,12 @@ def each_schedule_and_what_the_host_sees():
 
 
 @pytest.mark.parametrize(("schedule", "sees_done"), list(each_schedule_and_what_the_host_sees()))
-def test_all_accesses_to_the_same_bytes_are_ordered_and_the_bits_are_those_without_the_engine(schedule, sees_done):
+def test_accesses_to_the_same_bytes_are_ordered_and_results_are_bitwise_identical(schedule, sees_done):
     check_order_and_bits(schedule, sees_done())
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
-def test_without_the_waits_for_one_hazard_some_accesses_are_unordered(hazard):
+def test_removing_all_waits_for_one_hazard_leaves_accesses_unordered(hazard):
     assert any(record(schedule, leaves_out=leaves_out_hazard(hazard))[0].unordered for schedule in SCHEDULES)
 
 
@@ -80,7 +80,7 @@ def find_waits():
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
-def test_without_one_place_that_waits_some_accesses_are_unordered(hazard):
+def test_removing_any_single_wait_leaves_accesses_unordered(hazard):
     places = {site: reached for (of, site), reached in find_waits().items() if of is hazard}
     assert places
     superfluous = [
@@ -91,7 +91,7 @@ def test_without_one_place_that_waits_some_accesses_are_unordered(hazard):
     assert superfluous == []
 
 
-def test_every_wait_in_the_source_of_the_engine_is_reached():
+def test_every_wait_in_the_engine_source_is_executed():
     reached = {wait.line for waits in find_waits().values() for wait in waits.values()}
     missed = []
     for path in Path(fgoffload.engine.__file__).parent.glob("*.py"):
@@ -106,5 +106,5 @@ def test_every_wait_in_the_source_of_the_engine_is_reached():
 
 @given(setup=setups())
 @settings(max_examples=25, deadline=None)
-def test_random_programs_on_several_streams_are_ordered_and_give_the_same_bits(setup):
+def test_random_multistream_programs_are_ordered_and_bitwise_identical(setup):
     check_order_and_bits(lambda program: run_setup(program, setup), make_sees_done(setup))

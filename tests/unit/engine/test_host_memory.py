@@ -61,11 +61,11 @@ def host(tmp_path):
     return Host(tmp_path)
 
 
-def test_without_procfs_a_budget_is_there_all_the_same(tmp_path):
+def test_the_default_budget_without_procfs_assumes_16_gib(tmp_path):
     assert get_default_budget_bytes(root=tmp_path) == int(16 * GIB * HOST_SHARE)
 
 
-def test_the_machine_that_runs_the_tests_has_a_budget():
+def test_the_default_budget_on_this_machine_is_positive_and_within_its_memory():
     assert 0 < get_default_budget_bytes() <= HOST_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -101,7 +101,7 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("case", LIMITS)
-def test_the_tightest_limit_of_the_control_groups_counts(host, case):
+def test_the_tightest_cgroup_limit_applies(host, case):
     groups, limits, free_gib = LIMITS[case]
     if groups:
         host.place(*groups)
@@ -116,7 +116,7 @@ def test_the_tightest_limit_of_the_control_groups_counts(host, case):
     ids=["no namespace, or hidden", "with a namespace", "moved out of its namespace"],
 )
 @pytest.mark.parametrize("version", ["v1", "v2"])
-def test_a_container_sees_its_group_at_the_mount(host, group, version):
+def test_a_container_reads_its_cgroup_limit_at_the_mount_point(host, group, version):
     host.place(f"4:memory:{group}", f"0::{group}")
     host.limit(version, "", limit=6, used=2)
     host.limit(version, "/other", limit=0)
@@ -129,14 +129,14 @@ def test_ranks_of_a_node_share_the_memory(host, name, monkeypatch):
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 
 
-def test_the_variables_of_torchrun_take_precedence(host, monkeypatch):
+def test_the_torchrun_variable_takes_precedence(host, monkeypatch):
     monkeypatch.setenv("SLURM_NTASKS_PER_NODE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "8.0", "eight", "1_000", "²", " 8"])
-def test_a_number_of_ranks_that_is_none_is_one_clear_error(host, text, monkeypatch):
+def test_an_invalid_number_of_ranks_raises_one_clear_error(host, text, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", text)
     with pytest.raises(ConfigError) as caught:
         get_default_budget_bytes(root=host.root)
@@ -144,7 +144,7 @@ def test_a_number_of_ranks_that_is_none_is_one_clear_error(host, text, monkeypat
         assert part in str(caught.value)
 
 
-def test_a_budget_that_is_given_asks_nobody(monkeypatch):
+def test_an_explicit_budget_does_not_read_the_environment(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "eight")
 
     assert OffloadEngine(device=CpuDevice(), host_budget_bytes=1 << 20).arena.reserved_bytes == 0
@@ -192,7 +192,7 @@ def make_cuda_device(monkeypatch):
     return make
 
 
-def test_memory_is_locked_at_its_exact_size_and_unlocked_at_close(make_cuda_device):
+def test_memory_is_pinned_at_its_exact_size_and_unpinned_at_close(make_cuda_device):
     device, cudart = make_cuda_device(0)
     arena = HostArena(device, budget=GIB)
     block = arena.find_block(300 * MIB + 1)
@@ -202,7 +202,7 @@ def test_memory_is_locked_at_its_exact_size_and_unlocked_at_close(make_cuda_devi
     assert cudart.locked == {}
 
 
-def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(make_cuda_device):
+def test_a_pinning_failure_raises_one_clear_error_and_leaves_the_arena_usable(make_cuda_device):
     device, cudart = make_cuda_device(2)
     arena = HostArena(device, budget=8 * MIB)
     with pytest.raises(StateError) as caught:
@@ -217,14 +217,14 @@ def test_memory_that_cannot_be_locked_is_one_clear_error_and_the_arena_goes_on(m
     arena.close()
 
 
-def test_memory_that_the_system_does_not_have_is_one_clear_error(make_cuda_device):
+def test_an_allocation_beyond_system_memory_raises_one_clear_error(make_cuda_device):
     device, _ = make_cuda_device(0)
     with pytest.raises(StateError, match=r"could not allocate \d+\.\d+ TiB of host memory") as caught:
         device.allocate_host(1 << 55)
     assert "--offload-host-budget" in str(caught.value)
 
 
-def test_all_engines_of_a_process_share_one_default_budget(monkeypatch):
+def test_all_engines_in_a_process_share_one_default_budget(monkeypatch):
     monkeypatch.setattr("fgoffload.engine.host_budget.get_default_budget_bytes", lambda: 12 * MIB)
     arenas = [OffloadEngine(device=CpuDevice()).arena for _ in range(3)]
     assert sum(arena.budget_bytes for arena in arenas) == 12 * MIB
@@ -234,7 +234,7 @@ def test_all_engines_of_a_process_share_one_default_budget(monkeypatch):
     assert OffloadEngine(device=CpuDevice(), host_budget_bytes=MIB).arena.find_block(MIB) is not None
 
 
-def test_no_memory_is_locked_while_a_graph_is_captured(make_cuda_device, monkeypatch):
+def test_no_memory_is_pinned_during_graph_capture(make_cuda_device, monkeypatch):
     device, cudart = make_cuda_device(0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert HostArena(device, budget=GIB).find_block(MIB) is None

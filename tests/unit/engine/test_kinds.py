@@ -56,7 +56,7 @@ def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_element_type_is_reloaded_bitwise_identical(dtype):
+def test_every_dtype_is_reloaded_bitwise_identical(dtype):
     (without, found), moved, _ = save_and_take(lambda: make_all_bytes(dtype), DelayedCpuDevice)
     assert found.dtype == dtype
     assert torch.equal(get_bits(found), get_bits(without))
@@ -90,7 +90,7 @@ def test_every_layout_is_reloaded_with_its_strides_and_values(name):
     assert (found.size(), found.stride()) == (without.size(), without.stride())
 
 
-def test_a_weight_that_was_changed_in_place_is_not_given_to_backward():
+def test_a_weight_changed_in_place_before_backward_raises():
     weight, engine = torch.nn.Parameter(torch.ones(4)), make_engine()
     output = Sites(engine)(lambda h: h * weight, leaf(4) * 2).sum()
     with torch.no_grad():
@@ -118,7 +118,7 @@ class Named(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", KEPT)
-def test_a_tensor_that_is_no_plain_bytes_stays_and_says_why(name):
+def test_an_unsupported_tensor_stays_on_the_gpu_with_a_reason(name):
     make, reason = KEPT[name]
     (without, found), moved, kept = save_and_take(make)
     assert type(found) is type(without)
@@ -135,7 +135,7 @@ def _one_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_process")
-def test_the_local_tensor_of_a_distributed_tensor_moves_and_computes_the_same():
+def test_the_local_tensor_of_a_dtensor_is_offloaded_and_bitwise_identical():
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     mesh = init_device_mesh("cpu", (1,))

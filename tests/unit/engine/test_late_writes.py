@@ -38,7 +38,7 @@ def save(engine: OffloadEngine, h: torch.Tensor, *, is_held: bool, microbatch: i
     "moment", ["before it leaves", "while its copy is queued", "while it is too small", "while it is kept"]
 )
 @pytest.mark.parametrize("write", WRITES)
-def test_a_write_after_the_save_is_refused_with_tag_layer_and_microbatch(write, moment):
+def test_a_write_after_the_save_raises_with_tag_layer_and_microbatch(write, moment):
     stays = {"while it is too small": {"min_offloaded_numel": 1 << 20}, "while it is kept": {"keep": torch.is_tensor}}
     engine = make_engine(DelayedCpuDevice(), policy=PATIENT, **stays.get(moment, {}))
     h = leaf(64, 64) * 2
@@ -52,7 +52,7 @@ def test_a_write_after_the_save_is_refused_with_tag_layer_and_microbatch(write, 
 
 
 @pytest.mark.parametrize("write", [name for name in WRITES if "storage" not in name])
-def test_a_write_after_the_tensor_has_left_changes_nothing_that_backward_gets(write):
+def test_a_write_after_the_offload_does_not_affect_backward(write):
     # Torch refuses it, since it would give backward the new bytes; here the bytes that were saved are safe on the host.
     engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=0))
     h = leaf(64, 64) * 2
@@ -69,7 +69,7 @@ def make_tight_engine(policy: TransferPolicy) -> OffloadEngine:
     return make_engine(DelayedCpuDevice(), policy=policy, host_budget_bytes=NBYTES)
 
 
-def test_a_copy_of_a_dropped_graph_that_is_still_queued_does_not_write_over_the_next_one():
+def test_a_queued_copy_of_a_dropped_graph_does_not_overwrite_the_next_one():
     engine = make_tight_engine(PATIENT)
     dropped = Sites(engine)(torch.sin, leaf(64, 64, seed=1) * 2)
     del dropped  # its copy to the host has not run
@@ -97,7 +97,7 @@ def test_a_cancelled_copy_that_is_still_queued_does_not_overwrite_the_next_one()
 
 
 @pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
-def test_a_host_block_changes_hands_many_times_and_nobody_reads_what_another_wrote(make_device):
+def test_a_host_block_reused_many_times_never_returns_bytes_of_another_tensor(make_device):
     engine = make_engine(
         make_device(), host_budget_bytes=2 * NBYTES, policy=TransferPolicy(window_bytes=NBYTES, prefetch_bytes=NBYTES)
     )

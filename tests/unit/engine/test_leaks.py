@@ -190,13 +190,13 @@ def test_a_thousand_steps_use_no_more_than_a_few(kind, make_device):
     check_kind(kind, make_device(), steps=1000)
 
 
-def test_marks_that_died_are_forgotten_over_many_steps():
+def test_keep_marks_of_freed_storages_do_not_accumulate():
     engine = make_engine()
     check_flat(lambda step: engine.keep([torch.ones(N, N) for _ in range(150)]), steps=100)
     engine.close()
 
 
-def test_storages_once_referenced_elsewhere_are_forgotten_over_many_steps():
+def test_records_of_storages_referenced_elsewhere_do_not_accumulate():
     engine = make_engine()
 
     def run_step(step: int) -> None:

@@ -40,7 +40,7 @@ def get_resident_bytes(ledger: ActivationLedger) -> int:
     return ledger.samples[-1].resident_bytes
 
 
-def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
+def test_resident_bytes_after_forward_fall_by_exactly_the_bytes_that_the_tags_save():
     weights = [weight(seed) for seed in range(4)]
     resident = []
     for tags in (None, ["a", "b", "a", "b"]):
@@ -77,7 +77,7 @@ def test_storages_below_the_minimum_size_stay_on_the_gpu_and_are_counted():
     engine.close()
 
 
-def test_tensors_marked_to_stay_and_parameters_never_move():
+def test_tensors_marked_to_be_kept_and_parameters_are_never_offloaded():
     w = weight()
     engine = make_engine()
     kept = (torch.ones(128, 128) * 3).requires_grad_()
@@ -91,7 +91,7 @@ def test_tensors_marked_to_stay_and_parameters_never_move():
     engine.close()
 
 
-def test_an_empty_slice_does_not_hold_the_storage_that_it_lies_in():
+def test_saving_an_empty_slice_does_not_keep_its_storage_alive():
     engine = make_engine()
     x = torch.ones(128, 128, requires_grad=True)
     ledger = ActivationLedger(parameters=[x])
@@ -114,7 +114,7 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
 
 
 @pytest.mark.parametrize(("most", "waits"), [(None, 0), (0, 4), (1, 2)])
-def test_of_each_tag_so_many_groups_may_be_in_flight(most, waits):
+def test_the_number_of_groups_in_flight_is_limited_per_tag(most, waits):
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(prefetch_bytes=0))
     engine.execution.most_in_flight = most
     output = run_layers(Sites(engine), [weight(seed) for seed in range(4)], ["a", "b", "a", "b"])
@@ -123,7 +123,7 @@ def test_of_each_tag_so_many_groups_may_be_in_flight(most, waits):
     engine.close()
 
 
-def test_something_is_copied_out_until_its_copies_are_done():
+def test_is_copying_out_is_true_until_the_copies_are_done():
     device = DelayedCpuDevice()
     engine = make_engine(device, policy=TransferPolicy(window_bytes=8 * NBYTES, prefetch_bytes=0))
     assert not engine.is_copying_out()
@@ -135,7 +135,7 @@ def test_something_is_copied_out_until_its_copies_are_done():
     engine.close()
 
 
-def test_closing_while_a_graph_wants_its_tensors_back_loses_nothing(caplog):
+def test_closing_while_a_graph_still_needs_its_tensors_loses_nothing(caplog):
     w = weight()
     engine = make_engine()
     Sites(None)(lambda h: (h @ w).sin(), torch.ones(128, 128) * 2).sum().backward()
@@ -151,7 +151,7 @@ def test_closing_while_a_graph_wants_its_tensors_back_loses_nothing(caplog):
     assert engine.arena.reserved_bytes == 0
 
 
-def test_host_memory_goes_with_graph_and_engine_even_if_nobody_closes():
+def test_host_memory_is_freed_with_graph_and_engine_without_close():
     freed = []
 
     class Counting(CpuDevice):
@@ -168,7 +168,7 @@ def test_host_memory_goes_with_graph_and_engine_even_if_nobody_closes():
 
 
 @pytest.mark.parametrize("has_end_marks", [True, False], ids=["marks", "no marks"])
-def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back(has_end_marks):
+def test_every_backward_of_a_retained_graph_prefetches_and_frees_device_memory(has_end_marks):
     weights = [weight(seed) for seed in range(6)]
     engine = make_engine(policy=TransferPolicy(prefetch_bytes=2 * NBYTES))
     output = run_layers(Sites(engine, has_end_marks=has_end_marks), weights, ["a"] * 6).sum()
@@ -197,7 +197,7 @@ def test_bytes_are_reloaded_with_their_original_alignment():
 
 
 @pytest.mark.parametrize(("keeps_all", "place"), [(True, "layers.3.a mb=2"), (False, "backward of layers.3.a mb=2")])
-def test_the_ledger_says_where_in_the_step_the_peak_is(keeps_all, place):
+def test_the_ledger_locates_the_peak_within_the_step(keeps_all, place):
     weights = [weight(seed) for seed in range(3)]
     engine = make_engine(min_offloaded_numel=(1 << 30) if keeps_all else 0, policy=TransferPolicy(prefetch_bytes=1 << 30))
     ledger = ActivationLedger(parameters=weights)

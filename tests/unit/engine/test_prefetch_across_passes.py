@@ -57,7 +57,7 @@ class Training:
 
 
 @EACH_ORDER
-def test_no_backward_of_a_known_order_waits_and_the_peak_is_not_above_that_of_an_unknown_one(order):
+def test_a_known_order_removes_prefetch_misses_without_raising_the_peak(order):
     training = Training()
     unknown_misses, unknown_peak_bytes = training.measure(order)
     misses, peak_bytes = training.measure(order)
@@ -67,7 +67,7 @@ def test_no_backward_of_a_known_order_waits_and_the_peak_is_not_above_that_of_an
 
 
 @EACH_ORDER
-def test_any_order_gives_the_same_bits_and_leaves_nothing_on_the_host(order):
+def test_any_order_is_bitwise_identical_and_releases_all_host_memory(order):
     offloaded, plain = Training(), Training(is_offloaded=False)
     # The known order is wrong after each change, and graphs are dropped that were to come next.
     for one in (order, order, ORDERS["the last first"], "F0 F1 F2 B0 -1 B2", order, "F0 F1 F2 -2 B1 B0", order):
@@ -83,7 +83,7 @@ def test_tensors_reloaded_for_a_backward_that_does_not_run_next_are_freed():
     assert wrong_peak_bytes <= right_peak_bytes
 
 
-def test_a_graph_that_somebody_keeps_does_not_hide_the_order_for_good(monkeypatch):
+def test_the_order_is_still_learned_while_an_old_graph_is_kept_alive(monkeypatch):
     monkeypatch.setattr(pass_order, "MOST_FORWARDS", 4)
     training = Training()
     kept = Sites(training.engine)(torch.sin, training.weight * 2)

@@ -16,7 +16,7 @@ def leaf(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def test_a_region_that_is_ended_twice_is_refused():
+def test_ending_a_region_twice_is_refused():
     engine = make_engine()
     region = engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0))
     region.end(None)
@@ -40,7 +40,7 @@ class DoublesWhatItSaved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
-def test_a_backward_that_changes_what_another_op_saved_too_is_refused_as_torch_refuses_it(make_device):
+def test_a_backward_that_changes_a_tensor_saved_by_another_op_raises_as_in_torch(make_device):
     for engine in (None, make_engine(make_device())):
         x = leaf(64, 64)
         output = Sites(engine)(lambda h: h.cos() + DoublesWhatItSaved.apply(h), x * 2)
@@ -50,7 +50,7 @@ def test_a_backward_that_changes_what_another_op_saved_too_is_refused_as_torch_r
             output.sum().backward()
 
 
-def test_a_kept_graph_whose_saved_tensor_backward_changed_is_refused_as_torch_refuses_it():
+def test_a_second_backward_after_the_first_changed_a_saved_tensor_raises_as_in_torch():
     for engine in (None, make_engine()):
         x = leaf(64, 64)
         sites = Sites(engine)
@@ -60,7 +60,7 @@ def test_a_kept_graph_whose_saved_tensor_backward_changed_is_refused_as_torch_re
             output.backward()
 
 
-def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_for_the_same():
+def test_a_storage_resized_and_refilled_between_two_saves_is_offloaded_again():
     x = leaf(64, 64)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -81,7 +81,7 @@ def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_
     check_same_bits(forward, [x]).close()
 
 
-def test_a_storage_that_was_changed_in_place_between_two_saves_is_not_taken_for_the_same():
+def test_a_storage_changed_in_place_between_two_saves_is_offloaded_again():
     x = leaf(64, 64)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -96,7 +96,7 @@ def test_a_storage_that_was_changed_in_place_between_two_saves_is_not_taken_for_
     check_same_bits(forward, [x]).close()
 
 
-def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
+def test_backward_uses_data_assigned_to_a_parameter_after_forward_as_torch_does():
     gradients = []
     for engine in (None, make_engine()):
         x, w = leaf(8, 8), torch.nn.Parameter(torch.eye(8))
@@ -108,7 +108,7 @@ def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
     assert gradients[0][0, 0] == 10
 
 
-def test_a_buffer_is_allocated_on_the_stream_that_saved_whichever_stream_reloads_it():
+def test_a_reload_buffer_is_allocated_on_the_stream_that_saved_the_tensor():
     device = ClockedCpuDevice()
     engine = make_engine(device)
     sites = Sites(engine)

@@ -29,7 +29,7 @@ def test_views_of_one_storage_with_different_element_sizes_are_reloaded():
     check_same_bits(lambda sites: sites(SaveBoth.apply, x * 2), [x]).close()
 
 
-def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go():
+def test_a_storage_saved_by_two_groups_is_offloaded_once():
     x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -44,14 +44,14 @@ def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go
     engine.close()
 
 
-def test_a_view_of_less_than_half_of_its_storage_moves_alone():
+def test_a_view_of_less_than_half_of_its_storage_is_offloaded_alone():
     x = leaf(64, 64)
     engine = check_same_bits(lambda sites: sites(lambda h: h[:, ::4].sin(), x * 2), [x])
     assert engine.finish_step().d2h_bytes == 64 * 16 * 4
     engine.close()
 
 
-def test_many_small_views_of_one_storage_move_as_one():
+def test_many_small_views_of_one_storage_are_offloaded_as_one():
     x = leaf(64, 64)
 
     def experts(h: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ def test_many_small_views_of_one_storage_move_as_one():
     engine.close()
 
 
-def test_a_save_outside_of_every_region_joins_the_group_whose_storage_it_shares():
+def test_a_save_outside_all_regions_joins_the_group_that_shares_its_storage():
     x, w = leaf(64, 96), leaf(96, 96, seed=1)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -100,7 +100,7 @@ def test_held_groups_are_offloaded_at_the_flush_and_reloaded_bitwise_identical(m
     engine.close()
 
 
-def test_marks_do_not_change_the_order_in_which_gradients_are_summed():
+def test_end_marks_do_not_change_the_order_of_gradient_accumulation():
     # An identity function in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
     x = leaf(256, 64)
     w = leaf(64, seed=1)

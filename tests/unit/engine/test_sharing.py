@@ -63,7 +63,7 @@ def run_microbatches(engine: OffloadEngine | None, table: torch.Tensor, order: s
 @pytest.mark.parametrize(
     "order", ["f0 b0 f1 b1 f2 b2 f3 b3", "f0 f1 f2 f3 b0 b1 b2 b3", "f0 f1 f2 f3 b3 b2 b1 b0", "f0 f1 b0 f2 b1 f3 b2 b3"]
 )
-def test_a_table_of_all_microbatches_leaves_at_most_once_in_all_steps(order, make_device):
+def test_a_table_shared_by_all_microbatches_is_offloaded_at_most_once(order, make_device):
     table = torch.randn(64, 64, generator=torch.Generator().manual_seed(5))  # as rotary embeddings are
     engine = make_eager_engine(make_device)
     moved_of_table = 0
@@ -76,7 +76,7 @@ def test_a_table_of_all_microbatches_leaves_at_most_once_in_all_steps(order, mak
 
 
 @DEVICES
-def test_tensors_that_the_user_references_are_not_freed_and_others_are(make_device):
+def test_tensors_are_freed_unless_the_user_references_them(make_device):
     x = leaf(64, 64)
     engine = make_eager_engine(make_device)
     with without_the_cyclic_collector():
@@ -129,7 +129,7 @@ def test_a_storage_offloaded_again_after_a_cancel_waits_for_its_second_copy():
     engine.close()
 
 
-def test_a_storage_that_the_user_keeps_out_stays_in_all_groups_that_save_it():
+def test_a_storage_that_the_user_keeps_stays_on_the_gpu_in_all_its_groups():
     engine = make_engine()
     x = leaf(64, 64)
 
@@ -146,7 +146,7 @@ def test_a_storage_that_the_user_keeps_out_stays_in_all_groups_that_save_it():
     assert tags["b"].kept_bytes == {KeptReason.MARKED.value: 10 * 64 * 4}
 
 
-def test_pieces_that_count_their_changes_apart_are_not_taken_for_views_of_the_whole():
+def test_chunks_with_their_own_version_counters_are_not_treated_as_views():
     sites = Sites(make_engine(host_budget_bytes=0))  # all stays, and is looked at when backward takes it
     leaf = torch.linspace(-1, 1, 16).view(4, 4).requires_grad_()
     h = leaf * 1

@@ -14,7 +14,7 @@ LIMIT_BYTES = 1024
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_a_change_in_place_of_a_small_tensor_is_found(is_watched):
+def test_an_in_place_change_of_a_small_tensor_raises(is_watched):
     engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
     sites = Sites(engine)
     h = leaf(8) * 2
@@ -45,7 +45,7 @@ class SaveBoth(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_wide_first", [False, True])
-def test_of_a_storage_saved_as_two_types_no_save_holds_what_another_lets_leave(is_wide_first):
+def test_a_storage_saved_as_two_dtypes_is_offloaded_if_either_save_is_large_enough(is_wide_first):
     # 3000 bytes are enough elements of one type, and of the other only both saves together.
     engine = make_engine(min_offloaded_numel=1000)
     x = leaf(4)
@@ -62,7 +62,7 @@ def make_pieces(size):
     return torch.from_numpy(memory[:size]), torch.from_numpy(memory[size:])
 
 
-def test_a_small_piece_of_an_allocation_leaves_too_since_it_would_hold_all_of_it():
+def test_a_small_storage_is_offloaded_with_the_larger_one_in_its_allocation():
     large = leaf(4096)
     engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
     check_same_bits(lambda sites: sites(lambda h: TwoOfOneAllocation.apply(h, make_pieces), large * 2), [large], engine)

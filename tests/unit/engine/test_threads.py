@@ -128,7 +128,7 @@ def train_together(engines: list[OffloadEngine]) -> None:
 @pytest.mark.usefixtures("_switch_often")
 @pytest.mark.parametrize("make_device", [OneAtATime, DelayedCpuDevice])
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one engine", "an engine each"])
-def test_threads_that_train_at_once_give_the_bits_of_one_thread_without(is_shared, make_device):
+def test_training_on_two_threads_is_bitwise_identical_to_one_thread_without_offload(is_shared, make_device):
     engines = [make_tight_engine(make_device, threads=1 + is_shared) for _ in range(1 if is_shared else 2)]
     train_together(engines * 2 if is_shared else engines)
     for engine in engines:
@@ -141,7 +141,7 @@ def test_threads_that_train_at_once_give_the_bits_of_one_thread_without(is_share
 
 @pytest.mark.usefixtures("_switch_often")
 @DEVICES
-def test_forward_of_the_next_microbatch_while_another_thread_runs_backward_gives_the_same_bits(make_device):
+def test_forward_and_backward_on_two_threads_at_once_are_bitwise_identical(make_device):
     training = Training(0)
     expected = [torch.autograd.grad(training.forward(None, index), training.weights) for index in range(8)]
     engine = make_tight_engine(make_device, threads=2)
@@ -165,7 +165,7 @@ def test_forward_of_the_next_microbatch_while_another_thread_runs_backward_gives
 
 
 @pytest.mark.usefixtures("_switch_often")
-def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_memory_back():
+def test_graphs_dropped_on_one_thread_while_another_trains_release_their_memory():
     engine = make_tight_engine(DelayedCpuDevice, threads=2)
     expected = Training(0).train(None)
     found: list[list[torch.Tensor]] = []
@@ -189,7 +189,7 @@ def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_m
 
 
 @pytest.mark.usefixtures("_switch_often")
-def test_a_thread_that_raises_again_and_again_leaves_the_other_its_bits():
+def test_repeated_exceptions_on_one_thread_do_not_change_results_on_another():
     engine = make_tight_engine(CpuDevice, threads=2)
     expected = Training(0).train(None)
     found: list[list[torch.Tensor]] = []
