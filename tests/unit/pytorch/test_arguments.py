@@ -49,7 +49,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_meaningless_arguments_are_refused_at_once(case):
+def test_invalid_arguments_are_refused_immediately(case):
     call, says = REFUSED[case]
     with pytest.raises(ConfigError, match=says):
         call()
@@ -58,12 +58,12 @@ def test_meaningless_arguments_are_refused_at_once(case):
 
 @pytest.mark.parametrize("value", ["1MiB", 1.5, True, torch.ones(1)], ids=repr)
 @pytest.mark.parametrize("field", SIZES)
-def test_a_size_that_is_no_whole_number_is_refused_by_the_name_of_its_field(field, value):
+def test_a_size_that_is_not_an_integer_is_refused_with_its_field_name(field, value):
     with pytest.raises(ConfigError, match=f"^{field} .* Pass an int"):
         TransferConfig(**{field: value})
 
 
-def test_a_device_that_is_not_here_is_refused_when_it_is_needed(monkeypatch):
+def test_a_missing_device_is_refused_on_first_use(monkeypatch):
     block = fgoffload.saved_tensors(device="cuda:99")
     with pytest.raises(OffloadError):
         block.get_engine()

@@ -52,7 +52,7 @@ class Half(torch.autograd.Function):
 
 @DEVICES
 @pytest.mark.parametrize("is_block", [True, False])
-def test_nothing_is_copied_before_the_op_that_saved_it_has_run(is_block, make_device):
+def test_a_saved_tensor_is_not_copied_before_its_op_has_run(is_block, make_device):
     # rrelu saves its noise before it writes it, and counts no version.
     class Noisy(nn.Module):
         def forward(self, x):
@@ -90,7 +90,7 @@ def share(one, other):
 @pytest.mark.parametrize(
     ("keeps", "group_bytes"), [(True, 1), (False, 1), (False, 1 << 20)], ids=["stay", "move", "move together"]
 )
-def test_no_gradient_shares_memory_with_anything_that_it_does_not_share_in_plain_torch(keeps, group_bytes, make_device):
+def test_gradients_share_no_memory_that_they_do_not_share_in_plain_torch(keeps, group_bytes, make_device):
     def run(context):
         weight, other, third = (nn.Parameter(torch.full((N, N), float(value))) for value in (1, 2, 3))
         buffer, twin = torch.full((N, N), 4.0), torch.full((N, N), 5.0)
@@ -147,7 +147,7 @@ class WritesLogits(torch.autograd.Function):
 
 
 @DEVICES
-def test_bytes_changed_by_an_uncounted_write_are_current_if_saved_again(make_device):
+def test_a_second_save_after_a_write_without_a_version_change_offloads_the_new_bytes(make_device):
     inputs = torch.linspace(-1, 1, N * N).view(N, N)
 
     def step(context):
@@ -165,7 +165,7 @@ def test_bytes_changed_by_an_uncounted_write_are_current_if_saved_again(make_dev
 
 
 @DEVICES
-def test_a_storage_that_is_saved_again_and_was_not_written_moves_once(make_device):
+def test_an_unchanged_storage_that_is_saved_again_is_offloaded_once(make_device):
     def step(context):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
@@ -193,7 +193,7 @@ class Scale(torch.autograd.Function):
 
 
 @DEVICES
-def test_a_backward_of_a_gradient_may_write_what_a_backward_before_took(make_device):
+def test_a_backward_may_overwrite_a_saved_tensor_that_an_earlier_backward_used(make_device):
     def step(context):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
@@ -222,7 +222,7 @@ TRANSFORMS = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_torch_func_works_in_a_model_around_it_and_in_a_block(name):
+def test_torch_func_works_inside_and_around_a_model_and_in_a_block(name):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -253,7 +253,7 @@ def test_torch_func_works_in_a_model_around_it_and_in_a_block(name):
     block.close()
 
 
-def test_host_memory_that_was_taken_in_inference_mode_serves_a_training():
+def test_host_memory_allocated_in_inference_mode_can_be_used_for_training():
     model = nn.Sequential(nn.Linear(N, N), nn.GELU())
     handle = fgoffload.offload(model, ["*"], ALL)
     x = torch.ones(N, N)
@@ -294,7 +294,7 @@ def test_attributes_of_a_saved_tensor_are_restored():
     assert run_both(step) > 0
 
 
-def test_a_saved_tensor_may_change_in_place_unless_a_backward_wants_it():
+def test_an_in_place_change_of_a_saved_tensor_raises_only_if_backward_uses_it():
     def run(context, *, wants):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
@@ -312,7 +312,7 @@ def test_a_saved_tensor_may_change_in_place_unless_a_backward_wants_it():
     block.close()
 
 
-def test_a_long_region_leaves_and_returns_in_parts():
+def test_a_long_region_is_offloaded_and_reloaded_in_parts():
     class Long(nn.Module):
         def forward(self, x):
             for _ in range(12):

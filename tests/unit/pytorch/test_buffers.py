@@ -79,7 +79,7 @@ def test_gradients_through_running_statistics_are_bitwise_identical(sequence):
     check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=DelayedCpuDevice()))
 
 
-def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
+def test_running_statistics_changed_during_a_forward_are_bitwise_identical():
     class Toggles(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -100,7 +100,7 @@ def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
     check_equal([step(is_on=False)], [step(is_on=True)])
 
 
-def test_a_buffer_that_a_region_saves_is_counted_as_marked_to_stay():
+def test_a_buffer_saved_in_a_region_is_counted_as_marked_to_be_kept():
     model = make_model().eval()
     with fgoffload.offload(model, {"1": "norm"}, ALL) as handle:
         model(make_inputs()).sum().backward()

@@ -41,7 +41,7 @@ def test_a_tensor_is_reloaded_with_its_bytes_size_and_strides(kind, make_device)
     assert torch.equal(fgoffload.offload_tensor(tensor, device=make_device()).reload(), tensor)
 
 
-def test_the_device_memory_goes_and_the_host_memory_with_the_object():
+def test_device_memory_is_freed_at_once_and_host_memory_with_the_object():
     store = fgoffload.saved_tensors(ALL, device="cpu")
     tensor = torch.ones(4096)
     storage = StorageRef(tensor)
@@ -56,7 +56,7 @@ def test_the_device_memory_goes_and_the_host_memory_with_the_object():
     store.close()
 
 
-def test_one_tensor_without_a_model_takes_host_memory_of_exactly_its_size():
+def test_one_tensor_without_a_model_reserves_host_memory_of_exactly_its_size():
     offloaded = fgoffload.offload_tensor(torch.ones(1000))
     assert offloaded.is_on_host
     assert offloaded._engine.arena.reserved_bytes == 4096  # 4000, in multiples of 512
@@ -66,7 +66,7 @@ def test_one_tensor_without_a_model_takes_host_memory_of_exactly_its_size():
     assert engine() is None
 
 
-def test_a_copy_that_is_not_done_keeps_the_tensor_where_it_is():
+def test_a_tensor_stays_on_the_gpu_until_its_copy_is_done():
     device = DelayedCpuDevice()
     store = fgoffload.saved_tensors(TransferConfig(min_offloaded_bytes=0), device=device)
     early, late = store.offload_tensor(BASE.clone()), store.offload_tensor(BASE + 1)
@@ -77,7 +77,7 @@ def test_a_copy_that_is_not_done_keeps_the_tensor_where_it_is():
     assert torch.equal(late.reload(), BASE + 1)
 
 
-def test_prefetch_starts_the_way_back():
+def test_prefetch_starts_the_reload():
     store = fgoffload.saved_tensors(ALL, device=DelayedCpuDevice())
     offloaded = store.offload_tensor(BASE.clone())
     assert store.engine.finish_step().h2d_bytes == 0
@@ -88,7 +88,7 @@ def test_prefetch_starts_the_way_back():
     assert store.engine.finish_step().prefetch_misses == 0
 
 
-def test_a_change_in_place_of_what_came_back_is_refused_at_the_next_reload():
+def test_an_in_place_change_of_a_reloaded_tensor_is_refused_at_the_next_reload():
     offloaded = fgoffload.offload_tensor(BASE.clone())
     offloaded.reload().add_(1)
     with pytest.raises(StateError, match="changed in place"):
@@ -106,7 +106,7 @@ def test_a_tensor_kept_by_the_rules_is_returned_and_counted():
         assert handle.stats().tags["by_hand"].kept_bytes == {KeptReason.TOO_SMALL.value: 32}
 
 
-def test_a_parameter_is_returned_detached_on_its_own_memory():
+def test_a_parameter_is_returned_detached_without_a_copy():
     parameter = torch.nn.Parameter(BASE.clone())
     offloaded = fgoffload.offload_tensor(parameter)
     back = offloaded.reload()

@@ -63,7 +63,7 @@ def check_twice(net: nn.Module, compiled: Callable[..., torch.Tensor], expected:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_offloaded_first", [True, False])
 @pytest.mark.parametrize("compile_model", [compile_whole, compile_parts])
-def test_a_compiled_model_gives_the_same_bits(compile_model, is_offloaded_first, backend):
+def test_a_compiled_model_is_bitwise_identical(compile_model, is_offloaded_first, backend):
     expected = get_expected(compile_model, backend)
     net = make_net()
     compiled = None if is_offloaded_first else compile_model(net, backend)
@@ -73,7 +73,7 @@ def test_a_compiled_model_gives_the_same_bits(compile_model, is_offloaded_first,
         assert (stats.groups, stats.d2h_bytes) == (2 * LAYERS, 2 * LAYERS * MLP_BYTES)
 
 
-def test_a_model_that_ran_compiled_before_offload_is_compiled_again():
+def test_a_model_compiled_before_offload_is_recompiled():
     expected = get_expected(compile_whole, "aot_eager")
     net = make_net()
     compiled = torch.compile(net, backend="aot_eager")
@@ -85,7 +85,7 @@ def test_a_model_that_ran_compiled_before_offload_is_compiled_again():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_outside", [True, False], ids=["block around compiled code", "block in compiled code"])
-def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(is_outside, backend):
+def test_a_block_around_or_inside_compiled_code_is_bitwise_identical(is_outside, backend):
     def run(config: fgoffload.TransferConfig) -> tuple[list[torch.Tensor], int]:
         net, inputs, block = make_net(), make_inputs(), fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
         inner = torch.compile(net, backend=backend) if is_outside else net
@@ -124,7 +124,7 @@ class Places(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_hand_placed_region_in_compiled_code_gives_the_same_bits(backend):
+def test_a_hand_placed_region_in_compiled_code_is_bitwise_identical(backend):
     torch.manual_seed(0)
     model = Places()
     compiled = torch.compile(model, backend=backend)
@@ -135,7 +135,7 @@ def test_a_hand_placed_region_in_compiled_code_gives_the_same_bits(backend):
         assert handle.stats().tags["linear"].d2h_bytes == 2 * 2 * ROW_BYTES
 
 
-def test_a_full_graph_is_refused_by_torch_and_no_hooks_are_left():
+def test_torch_refuses_fullgraph_and_no_hooks_remain():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):

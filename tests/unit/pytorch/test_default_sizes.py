@@ -26,7 +26,7 @@ PATTERNS = ["layers.*.attn", "layers.*.mlp"]
         (200 * MIB, 64 * MIB, 64 * MIB, 64 * MIB),
     ],
 )
-def test_sizes_are_a_quarter_of_what_is_offloaded_between_one_group_and_the_default(
+def test_sizes_are_a_quarter_of_the_offloaded_bytes_between_one_group_and_the_default(
     offloaded_bytes, largest_group_bytes, window_bytes, prefetch_bytes
 ):
     policy = TransferConfig().derive_policy(offloaded_bytes=offloaded_bytes, largest_group_bytes=largest_group_bytes)
@@ -35,7 +35,7 @@ def test_sizes_are_a_quarter_of_what_is_offloaded_between_one_group_and_the_defa
 
 @pytest.mark.parametrize("name", ["window_bytes", "prefetch_bytes"])
 @pytest.mark.parametrize("size_bytes", [0, 3 * GIB])
-def test_a_size_that_is_given_stays(name, size_bytes):
+def test_an_explicit_size_is_not_changed(name, size_bytes):
     policy = TransferConfig(**{name: size_bytes}).derive_policy(offloaded_bytes=200 * MIB, largest_group_bytes=16 * MIB)
     other = {"window_bytes", "prefetch_bytes"} - {name}
     assert getattr(policy, name) == size_bytes
@@ -76,7 +76,7 @@ def run_steps(config, *, is_block, steps=4):
 
 
 @pytest.mark.parametrize("is_block", [False, True], ids=["modules", "block"])
-def test_the_peak_of_a_small_model_falls(is_block):
+def test_derived_sizes_lower_the_peak_of_a_small_model(is_block):
     fixed = run_steps(TransferConfig(min_offloaded_bytes=0, prefetch_bytes=512 * MIB), is_block=is_block)
     derived = run_steps(DEFAULT, is_block=is_block)
     assert min(fixed) > 0.9 * TOTAL_BYTES  # all of it is back at once
@@ -84,7 +84,7 @@ def test_the_peak_of_a_small_model_falls(is_block):
     assert is_block or derived[0] == derived[-1]  # modules: the first backward has them already
 
 
-def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
+def test_the_derived_window_limits_a_small_model_from_the_second_forward():
     net, inputs, waits = make_net(layers=LAYERS), make_inputs(), []
     with fgoffload.offload(net, PATTERNS, DEFAULT, device=DelayedCpuDevice()) as handle:
         for _ in range(3):
@@ -93,7 +93,7 @@ def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
     assert waits[0] == 0 < min(waits[1:])
 
 
-def test_one_group_is_ahead_however_large_and_a_forward_that_offloads_nothing_changes_no_size():
+def test_group_bytes_do_not_change_in_a_forward_that_offloads_nothing():
     net = make_net(layers=1)
     with fgoffload.offload(net, PATTERNS, DEFAULT, device=CpuDevice()) as handle:
         net(make_inputs()).backward()

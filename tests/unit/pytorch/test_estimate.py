@@ -33,7 +33,7 @@ class CopiesNothing(CpuDevice):
         raise AssertionError("host memory was taken")
 
 
-def test_the_estimate_is_what_offload_then_moves_and_nothing_moves_for_it():
+def test_the_estimate_matches_the_offloaded_bytes_without_copying():
     net, inputs = make_net(), make_inputs()
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL, device=CopiesNothing())
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
@@ -44,7 +44,7 @@ def test_the_estimate_is_what_offload_then_moves_and_nothing_moves_for_it():
     assert estimate.host_bytes == stats.host_peak_bytes
 
 
-def test_the_bytes_saved_are_counted_by_storage_and_without_parameters():
+def test_saved_bytes_are_counted_by_storage_without_parameters():
     net, inputs = make_net(), make_inputs()
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL)
     # A layer besides its regions: the norm's input and its two statistics, and the sine's input. The loss: the square's input,
@@ -55,7 +55,7 @@ def test_the_bytes_saved_are_counted_by_storage_and_without_parameters():
     assert estimate.percent == pytest.approx(100 * estimate.leaving_bytes / estimate.saved_bytes)
 
 
-def test_without_a_model_everything_that_the_forward_saves_is_measured():
+def test_without_a_model_all_tensors_saved_by_the_forward_are_measured():
     net, inputs = make_net(), make_inputs()
     estimate = fgoffload.estimate_savings(lambda: net(inputs), config=ALL, device=CopiesNothing())
     assert estimate.leaving_bytes == estimate.saved_bytes
@@ -71,7 +71,7 @@ def test_without_a_model_everything_that_the_forward_saves_is_measured():
         ({"host_budget_bytes": 512}, KeptReason.HOST_BUDGET),
     ],
 )
-def test_tensors_that_would_stay_are_reported_with_the_reason(options, reason):
+def test_tensors_that_would_stay_on_the_gpu_are_reported_with_the_reason(options, reason):
     net, inputs = make_net(), make_inputs()
     config = dataclasses.replace(ALL, **options)
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, {"layers.0.attn": "attn"}, config)
@@ -81,7 +81,7 @@ def test_tensors_that_would_stay_are_reported_with_the_reason(options, reason):
     assert reason.value in str(estimate)
 
 
-def test_a_backward_in_the_measured_forward_is_right():
+def test_a_backward_inside_the_measured_forward_is_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs) + (inputs @ net.layers[0].attn[0].weight)[:, :2].sin().sum())
     net.zero_grad()
@@ -96,7 +96,7 @@ def test_a_backward_in_the_measured_forward_is_right():
     check_equal(expected, copy_gradients(net))
 
 
-def test_the_model_is_left_as_it_was_after_an_exception_too():
+def test_an_exception_during_the_estimate_leaves_the_model_unchanged():
     net = make_net()
 
     def fail() -> None:
@@ -109,7 +109,7 @@ def test_the_model_is_left_as_it_was_after_an_exception_too():
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-def test_it_refuses_what_offload_refuses_and_measures_what_is_not_enabled():
+def test_a_wrong_pattern_is_refused_and_a_disabled_config_is_still_measured():
     net, inputs = make_net(), make_inputs()
     with pytest.raises(ConfigError, match="matches none"):
         fgoffload.estimate_savings(lambda: net(inputs), net, ["layers.*.atn"])

@@ -50,7 +50,7 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )
-def test_a_tag_without_effect_causes_one_warning_with_the_cause_after_three_forwards(run, pattern, says, caplog):
+def test_a_tag_without_effect_logs_one_warning_with_the_cause_after_three_forwards(run, pattern, says, caplog):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyCpu() if run is None else Wraps(run))
     handle = fgoffload.offload(model, {pattern: "tag"}, ALL)
     for step in range(5):
@@ -70,7 +70,7 @@ class OnlyCpu(nn.Module):
             return hidden.tanh()
 
 
-def test_hooks_that_were_in_the_way_keep_no_tensor_alive():
+def test_recording_foreign_hooks_keeps_no_tensor_alive():
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wraps(lambda inner, hidden: checkpoint(inner, hidden, use_reentrant=False)))
     seen = []
     model[0].register_forward_hook(lambda module, given, output: seen.append(weakref.ref(output)))
@@ -79,7 +79,7 @@ def test_hooks_that_were_in_the_way_keep_no_tensor_alive():
         assert seen[0]() is None
 
 
-def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
+def test_a_block_whose_backward_runs_before_a_group_is_full_logs_a_warning(caplog):
     net, block = make_net(), fgoffload.saved_tensors(ALL, group_bytes=1 << 30, device="cpu")
     with block:
         net(make_inputs()).backward()
@@ -97,7 +97,7 @@ class SavesViews(nn.Module):
 
 
 @pytest.mark.parametrize("width", [WIDTH, WIDTH // 2])
-def test_bytes_that_move_and_bytes_that_a_filter_keeps_are_together_what_was_saved(width):
+def test_offloaded_bytes_and_filtered_bytes_add_up_to_the_saved_bytes(width):
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SavesViews())
     config = dataclasses.replace(ALL, keep=lambda tensor: tensor.shape == (ROWS, width))
     with fgoffload.offload(model, {"1": "views"}, config) as handle:

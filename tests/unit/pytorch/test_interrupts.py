@@ -101,7 +101,7 @@ UNGUARDED_EXIT = "self._exit(is_failed=error is not None)"
 
 
 @pytest.mark.parametrize("kind", ["model", "parts", "failing", "block"])
-def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind, monkeypatch):
+def test_after_an_interrupt_at_any_line_nothing_leaks_and_the_next_step_is_correct(kind, monkeypatch):
     unraisable = watch_unraisable(monkeypatch)
     net, handle, step = make_step(kind)
     step()

@@ -36,21 +36,21 @@ def list_names(model):
     return [site.name for site in find_layers(model)]
 
 
-def test_layers_are_the_modules_that_must_not_be_split_but_for_embeddings_and_what_lies_within_others():
+def test_layers_are_the_outermost_no_split_modules_without_embeddings():
     assert list_names(Named()) == ["layers.0", "layers.1"]  # the activation within a layer is no layer
 
 
-def test_layers_of_a_class_made_of_theirs_are_found():
+def test_layers_of_a_derived_class_are_found():
     model = Named()
     model.layers[1].__class__ = type("FSDPBlock", (type(model.layers[1]),), {})
     assert list_names(model) == ["layers.0", "layers.1"]
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_layers_of_a_model_in_ddp_are_found():
+def test_layers_of_a_model_wrapped_in_ddp_are_found():
     assert list_names(nn.parallel.DistributedDataParallel(Named())) == ["layers.0", "layers.1"]
 
 
-def test_a_model_without_layers_is_refused_and_the_message_says_what_to_do():
+def test_a_model_without_layers_is_refused_with_a_fix():
     with pytest.raises(ConfigError, match=r"no layers found in Net: .* `_no_split_modules` \(none\) .* Select modules"):
         find_layers(make_net())

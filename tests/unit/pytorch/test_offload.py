@@ -40,7 +40,7 @@ def test_gradients_are_bitwise_identical_and_the_saved_bytes_are_offloaded(make_
     assert not has_hooks()
 
 
-def test_saves_outside_of_the_regions_do_not_hold_what_regions_let_go():
+def test_saves_outside_the_regions_do_not_keep_offloaded_storages_alive():
     class Shares(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -60,7 +60,7 @@ def test_saves_outside_of_the_regions_do_not_hold_what_regions_let_go():
     assert (moved.d2h_bytes, moved.held_elsewhere_bytes) == (ROW_BYTES, 0)
 
 
-def test_microbatches_count_the_forwards_since_the_last_stats(caplog):
+def test_microbatch_numbers_restart_after_stats(caplog):
     net, inputs = make_net(), make_inputs()
     caplog.set_level("DEBUG", logger="fgoffload")
     with fgoffload.offload(net, ["layers.0.attn"], ALL) as handle:
@@ -74,7 +74,7 @@ def test_microbatches_count_the_forwards_since_the_last_stats(caplog):
     assert labels == ["offload layers.0.attn mb=0", "offload layers.0.attn mb=1", "offload layers.0.attn mb=0"]
 
 
-def test_backwards_behind_several_forwards_wait_for_no_reload_once_their_order_is_known():
+def test_backwards_after_several_forwards_miss_no_prefetch_once_the_order_is_known():
     net, misses = make_net(), []
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_backwards_behind_several_forwards_wait_for_no_reload_once_their_order_i
     assert misses[0] > misses[1] == 0
 
 
-def test_a_forward_without_grad_touches_no_state():
+def test_a_forward_without_grad_changes_no_state():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         with torch.no_grad():
@@ -138,7 +138,7 @@ class Unwraps(nn.Module):
 
 
 @pytest.mark.parametrize("kind", WRAP)
-def test_outputs_may_be_tuples_dicts_and_dataclasses_and_inputs_keywords(kind):
+def test_outputs_may_be_containers_and_inputs_may_be_keywords(kind):
     model, inputs = Unwraps(kind), make_inputs().requires_grad_()
     expected = get_gradients(model, lambda: model(inputs * 2))
     with fgoffload.offload(model, ["inner"], ALL) as handle:
@@ -167,7 +167,7 @@ def test_a_module_that_runs_twice_in_one_forward_is_two_groups():
     assert (moved.groups, moved.d2h_bytes, moved.shared_bytes) == (2, 3 * ROW_BYTES, ROW_BYTES)
 
 
-def test_regions_within_regions_give_the_same_bits():
+def test_nested_regions_are_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {"layers.*": "layer", "layers.*.mlp": "mlp", "layers.*.attn.*": "part"}, ALL) as handle:
@@ -175,7 +175,7 @@ def test_regions_within_regions_give_the_same_bits():
         assert set(handle.stats().tags) == {"layer", "mlp", "part"}
 
 
-def test_parts_that_are_called_one_by_one_can_be_said_to_be_one_forward():
+def test_layers_called_separately_can_be_grouped_into_one_forward():
     net, inputs = make_net(), make_inputs()
 
     def run() -> torch.Tensor:

@@ -34,7 +34,7 @@ class Fails(nn.Module):
         raise self.kind(f"somebody's own, in {hidden.sin().shape}")
 
 
-def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
+def test_after_an_exception_in_a_region_no_hooks_remain_and_the_next_step_is_correct():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
@@ -47,7 +47,7 @@ def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
         assert handle.engine.arena.used_bytes == 0
 
 
-def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_right():
+def test_forward_is_correct_after_an_exception_that_the_model_catches():
     class Tries(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -80,7 +80,7 @@ def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expect
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("part", ["model", "layer", "context"])
-def test_an_interrupt_leaves_no_hooks_and_the_next_step_is_right(part, kind):
+def test_after_an_interrupt_no_hooks_remain_and_the_next_step_is_correct(part, kind):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
@@ -95,7 +95,7 @@ def test_an_interrupt_leaves_no_hooks_and_the_next_step_is_right(part, kind):
             check_after_interrupt(net, handle, expected)
 
 
-def test_remove_leaves_hooks_of_somebody_else_on():
+def test_remove_leaves_other_saved_tensor_hooks_in_place():
     net, inputs = make_net(), make_inputs().requires_grad_()
     handle = fgoffload.offload(net, PATTERNS, ALL)
 
@@ -113,7 +113,7 @@ def test_remove_leaves_hooks_of_somebody_else_on():
     assert not has_hooks()
 
 
-def test_remove_puts_each_forward_back():
+def test_remove_restores_each_module_attribute():
     net = make_net()
     own = net.layers[0].mlp.forward = functools.partial(type(net.layers[0].mlp).forward, net.layers[0].mlp)
     inputs = make_inputs()
@@ -128,7 +128,7 @@ def test_remove_puts_each_forward_back():
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "part"])
-def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(is_whole):
+def test_an_in_place_change_of_a_tensor_saved_in_a_region_raises(is_whole):
     class Changes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -151,7 +151,7 @@ def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(i
     assert not has_hooks()
 
 
-def test_remove_puts_all_forwards_back_and_a_second_call_does_no_harm():
+def test_remove_restores_all_forwards_and_can_be_called_twice():
     net, inputs = make_net(), make_inputs()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     assert count_replaced(net) == 1 + 2 * LAYERS
@@ -166,7 +166,7 @@ def test_remove_puts_all_forwards_back_and_a_second_call_does_no_harm():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_handles_on_one_module_either_may_be_removed_first(first):
+def test_two_handles_on_one_module_can_be_removed_in_either_order(first):
     shared = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     models = (nn.Sequential(shared), shared)
     handles = [fgoffload.offload(model, {glob: "mlp"}, ALL) for model, glob in zip(models, ("0.0", "0"), strict=True)]
@@ -175,7 +175,7 @@ def test_of_two_handles_on_one_module_either_may_be_removed_first(first):
     assert handles[0].stats().d2h_bytes > 0
 
 
-def test_the_users_filter_and_the_minimum_size_are_obeyed():
+def test_the_keep_filter_and_the_minimum_size_are_respected():
     net, inputs = make_net(), make_inputs()
     config = dataclasses.replace(ALL, min_offloaded_bytes=ROW_BYTES + 1, keep=lambda tensor: tensor.shape[-1] == WIDTH)
     expected = get_gradients(net, lambda: net(inputs))
@@ -197,7 +197,7 @@ def test_disabled_offload_replaces_nothing():
         assert not handle.offload_tensor(torch.ones(8)).is_on_host
 
 
-def test_a_removed_handle_has_no_engine_for_a_copy_of_its_model():
+def test_a_removed_handle_creates_no_engine_for_a_copy_of_its_model():
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     other = copy.deepcopy(net)
@@ -206,7 +206,7 @@ def test_a_removed_handle_has_no_engine_for_a_copy_of_its_model():
     assert handle.engine is None
 
 
-def test_a_device_that_torch_does_not_know_is_refused():
+def test_an_unknown_device_is_refused():
     net = make_net()
     with pytest.raises(ConfigError, match="'gpu0'"):
         fgoffload.offload(net, PATTERNS, ALL, device="gpu0")
@@ -225,12 +225,12 @@ def test_a_device_that_torch_does_not_know_is_refused():
         ("host_memory", "pinned", "host_memory 'pinned' is not a HostMemory"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_by_its_own_name(field, value, says):
+def test_an_invalid_setting_is_refused_with_its_field_name(field, value, says):
     with pytest.raises(ConfigError, match=says):
         TransferConfig(**{field: value})
 
 
-def test_weights_handle_engine_and_host_memory_go_with_the_last_reference_to_the_model():
+def test_dropping_the_model_frees_weights_handle_engine_and_host_memory():
     def train() -> list[weakref.ref]:
         net = make_net()
         handle = fgoffload.offload(net, {**PATTERNS, "layers.*": "layer"}, ALL)

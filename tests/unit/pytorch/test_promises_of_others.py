@@ -46,7 +46,7 @@ def make_rows():
 
 
 @pytest.mark.parametrize("is_backward_inside", [False, True])
-def test_gradients_are_those_without_offload(is_backward_inside):
+def test_gradients_are_bitwise_identical_with_backward_inside_or_after_the_block(is_backward_inside):
     model = make_stack()
     block = make_block()
     check_equal(compute(model, make_rows()), compute(model, make_rows(), block, is_backward_inside=is_backward_inside))
@@ -81,7 +81,7 @@ class SavesSomethingElse(torch.autograd.Function):
         return gradient
 
 
-def test_a_gradient_that_is_a_view_of_a_reloaded_tensor_outlives_what_is_reloaded_after_it():
+def test_a_gradient_that_views_a_reloaded_tensor_is_not_overwritten_by_later_reloads():
     block = make_block(TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1))
     ones = torch.ones(ROWS, WIDTH, requires_grad=True)
     with block:
@@ -95,7 +95,7 @@ def test_a_gradient_that_is_a_view_of_a_reloaded_tensor_outlives_what_is_reloade
     assert block.stats().d2h_bytes == 4 * ROWS * WIDTH * 4
 
 
-def test_in_a_context_with_hooks_that_do_nothing_nothing_is_offloaded():
+def test_no_op_saved_tensor_hooks_disable_offload():
     model, block = make_stack(), make_block()
     expected = compute(model, make_rows())
 
@@ -108,7 +108,7 @@ def test_in_a_context_with_hooks_that_do_nothing_nothing_is_offloaded():
             assert (block.stats().d2h_bytes == 0) is (hooks is not None)
 
 
-def test_parameters_and_their_views_are_not_even_asked_for():
+def test_parameters_and_their_views_are_never_passed_to_the_keep_filter():
     model, asked = make_stack(), []
     block = make_block(TransferConfig(min_offloaded_bytes=0, keep=lambda tensor: asked.append(tensor.untyped_storage())))
     compute(model, make_rows(), block)
@@ -117,7 +117,7 @@ def test_parameters_and_their_views_are_not_even_asked_for():
     assert not parameters & {storage.data_ptr() for storage in asked}
 
 
-def test_memory_between_forward_and_backward_falls_by_all_that_was_saved():
+def test_memory_between_forward_and_backward_falls_by_all_saved_bytes():
     net, resident = make_net(), []
     for config in (TransferConfig(min_offloaded_bytes=1 << 30), ALL):
         block, ledger = make_block(config, device=CpuDevice()), ActivationLedger(parameters=net.parameters())
@@ -130,7 +130,7 @@ def test_memory_between_forward_and_backward_falls_by_all_that_was_saved():
 
 
 @pytest.mark.parametrize("is_backward_inside", [False, True])
-def test_layers_in_checkpoints_that_are_not_reentrant(is_backward_inside):
+def test_non_reentrant_checkpointed_layers_are_bitwise_identical(is_backward_inside):
     net, block = make_net(), make_block()
 
     def run(inputs):

@@ -88,7 +88,7 @@ def check(training: Training, device: CpuDevice) -> None:
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(trainings())
-def test_a_random_model_trains_as_in_plain_torch(training):
+def test_random_models_train_as_in_plain_torch(training):
     check(training, CpuDevice())
 
 

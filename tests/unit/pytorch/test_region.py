@@ -43,7 +43,7 @@ def make_model(**options: bool) -> Places:
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
 @pytest.mark.parametrize("tells_end", [True, False])
-def test_hand_placed_regions_of_an_offloaded_model_give_the_same_bits(tells_end, make_device):
+def test_hand_placed_regions_in_an_offloaded_model_are_bitwise_identical(tells_end, make_device):
     model, inputs = make_model(tells_end=tells_end), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
     with fgoffload.offload(model, config=ALL, device=make_device()) as handle:
@@ -54,7 +54,7 @@ def test_hand_placed_regions_of_an_offloaded_model_give_the_same_bits(tells_end,
     assert not has_hooks()
 
 
-def test_a_region_in_a_block_is_a_group_of_its_own_between_the_blocks_groups():
+def test_a_region_in_a_block_is_a_separate_group_between_the_blocks_groups():
     model, inputs = make_model(), make_inputs()
 
     def forward() -> torch.Tensor:
@@ -85,7 +85,7 @@ def test_a_region_does_nothing_outside_the_forward_of_a_handle():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_region_inside_of_a_checkpoint_does_nothing(use_reentrant):
+def test_a_region_inside_a_checkpoint_does_nothing(use_reentrant):
     model, inputs = make_model(), make_inputs().requires_grad_()
 
     class Recomputes(nn.Module):
@@ -108,7 +108,7 @@ def run_in_forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         function(make_inputs().requires_grad_() * 2)
 
 
-def test_an_end_that_is_told_too_late_is_refused():
+def test_calling_end_after_the_region_is_refused():
     def function(hidden: torch.Tensor) -> torch.Tensor:
         with fgoffload.region(hidden, "sine") as region:
             output = hidden.sin()
@@ -120,7 +120,7 @@ def test_an_end_that_is_told_too_late_is_refused():
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_a_region_that_is_entered_twice_is_refused_and_leaves_no_hooks(is_nested):
+def test_entering_a_region_twice_is_refused_and_leaves_no_hooks(is_nested):
     hidden = make_inputs().requires_grad_() * 2
     with fgoffload.saved_tensors(ALL, device="cpu") as block:
         region = fgoffload.region(hidden, "sine")
@@ -142,13 +142,13 @@ def enter_twice(region: fgoffload.PlacedRegion, *, is_nested: bool) -> None:
 
 
 @pytest.mark.parametrize("output", ["text", (torch.ones(1),), None], ids=["text", "tuple", "nothing"])
-def test_an_end_that_is_no_tensor_is_refused_where_it_is_told(output):
+def test_calling_end_without_a_tensor_is_refused(output):
     region = fgoffload.region(torch.ones(1), "sine")
     with pytest.raises(ConfigError, match=f"`end` of region 'sine' got a {type(output).__name__}"):
         region.end(output)
 
 
-def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane_each_step():
+def test_regions_in_a_training_loop_inside_one_block_start_a_new_lane_each_step():
     model, inputs = make_model(), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
     groups = []
@@ -161,6 +161,6 @@ def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane
 
 
 @pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not one word")])
-def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
+def test_an_invalid_tensor_or_tag_is_refused_even_outside_a_forward(tensor, tag, says):
     with pytest.raises(ConfigError, match=says):
         fgoffload.region(tensor, tag)

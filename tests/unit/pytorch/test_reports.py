@@ -35,7 +35,7 @@ def train(net: nn.Module, steps: int = 1) -> None:
         net(make_inputs()).backward()
 
 
-def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
+def test_setup_logs_one_line_with_the_number_of_regions_per_tag(logged):
     handle = fgoffload.offload(net := make_net(), PATTERNS, ALL)
     assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
     assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), 0 B offloaded in the last step>"
@@ -45,7 +45,7 @@ def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
     handle.restore_forwards()
 
 
-def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and_when_it_is_reloaded(caplog):
+def test_debug_logs_one_line_per_offload_and_reload_of_each_group(caplog):
     net = make_net()
     caplog.set_level(logging.DEBUG, logger="fgoffload.engine")
     with fgoffload.offload(net, {"layers.*.mlp": "mlp"}, dataclasses.replace(ALL, prefetch_bytes=0)):
@@ -59,7 +59,7 @@ def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and
     ]
 
 
-def test_one_line_at_the_end_says_what_the_run_saved(logged):
+def test_removal_logs_one_line_with_the_bytes_saved(logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     logged(logging.INFO)
@@ -77,7 +77,7 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
-def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
+def test_stats_include_seconds_only_if_timing_is_enabled(is_timed):
     net = make_net()
     config = dataclasses.replace(ALL, is_timed=is_timed)
     with fgoffload.offload(net, PATTERNS, config, device=TickingCpuDevice()) as handle:
@@ -91,7 +91,7 @@ def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
                 assert stats.tags[tag].seconds == (expected if is_timed else {})
 
 
-def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
+def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(logged):
     net = make_net()
     with fgoffload.offload(
         net, {"layers.*.mlp": "mlp", "layers.*.norm": "norm"}, TransferConfig(host_budget_bytes=1 << 20)
@@ -109,7 +109,7 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
-def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_about(logged):
+def test_a_handle_without_modules_or_regions_logs_a_warning(logged):
     net = make_net()
     with fgoffload.offload(net, config=ALL) as handle:
         train(net)
@@ -119,7 +119,7 @@ def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_abou
     assert "no module is selected and its forward ran no `fgoffload.region`" in warning
 
 
-def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):
+def test_closing_a_handle_that_no_forward_used_logs_a_warning(logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logge
     assert "offload of Net had no effect: no forward with gradients used it" in warning
 
 
-def test_a_step_that_failed_is_not_taken_for_a_setting_without_effect(logged):
+def test_a_failed_step_logs_no_warning_about_settings_without_effect(logged):
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         with pytest.raises(RuntimeError):

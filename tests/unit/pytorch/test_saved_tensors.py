@@ -52,7 +52,7 @@ def test_gradients_are_bitwise_identical_with_backward_inside_the_block(group_by
     block.close()
 
 
-def test_groups_leave_when_they_have_grown_to_their_size():
+def test_groups_are_offloaded_when_they_reach_group_bytes():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=2 * ROW_BYTES)
     with block:
@@ -81,7 +81,7 @@ def test_groups_are_reloaded_ahead_of_backward():
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("is_backward_inside", [True, False])
-def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_reentrant, is_backward_inside):
+def test_a_checkpoint_inside_the_block_offloads_its_input_and_still_recomputes(use_reentrant, is_backward_inside):
     x = make_inputs().requires_grad_()
 
     def run(block) -> torch.Tensor:
@@ -102,7 +102,7 @@ def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_block_inside_of_a_checkpoint_does_nothing(use_reentrant):
+def test_a_block_inside_a_checkpoint_does_nothing(use_reentrant):
     x = make_inputs().requires_grad_()
     block = make_block()
 
@@ -123,7 +123,7 @@ def test_a_block_without_grad_does_nothing(context):
     assert block.engine is None
 
 
-def test_a_block_in_place_gives_its_host_memory_back_with_the_graph():
+def test_a_block_created_in_the_with_statement_releases_host_memory_with_the_graph():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with make_block() as block:
@@ -142,7 +142,7 @@ def raise_in(block, kind: type[BaseException]) -> None:
         raise kind(f"somebody's own, at {loss}")  # the graph lives until the block was left
 
 
-def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
+def test_after_an_exception_in_a_block_no_hooks_remain_and_the_next_step_is_correct():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block(group_bytes=1 << 30)
@@ -162,7 +162,7 @@ def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
     block.close()
 
 
-def test_a_block_may_be_entered_inside_of_itself():
+def test_a_block_can_be_nested_in_itself():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs) + net.layers[0](inputs).sum())
     block = make_block()
@@ -178,7 +178,7 @@ def test_a_block_may_be_entered_inside_of_itself():
     block.close()
 
 
-def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_another():
+def test_leaving_a_block_closes_only_the_group_of_the_current_thread():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=1 << 30)
     has_entered, may_go_on = threading.Event(), threading.Event()
@@ -201,7 +201,7 @@ def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_anoth
     block.close()
 
 
-def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
+def test_a_model_with_regions_inside_a_block_is_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block()
@@ -216,7 +216,7 @@ def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
     block.close()
 
 
-def test_tensors_on_another_device_stay_there_and_are_reported(caplog):
+def test_tensors_on_another_device_are_kept_and_reported(caplog):
     block = fgoffload.saved_tensors(ALL, device=OtherDevice())
     with block:
         loss = make_net()(make_inputs())
@@ -234,13 +234,13 @@ class OtherDevice(DelayedCpuDevice):
 
 
 @pytest.mark.parametrize("group_bytes", [0, -1])
-def test_a_group_size_that_is_not_above_0_is_refused(group_bytes):
+def test_group_bytes_below_1_is_refused(group_bytes):
     with pytest.raises(ConfigError, match=rf"group_bytes {group_bytes} is not above 0"):
         fgoffload.saved_tensors(group_bytes=group_bytes)
 
 
 @pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
-def test_a_training_loop_inside_of_one_block_holds_no_more_from_step_to_step(group_bytes):
+def test_memory_does_not_grow_in_a_training_loop_inside_one_block(group_bytes):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     groups = []
