@@ -53,7 +53,7 @@ def check_takes_the_same(ours, theirs):
     assert found[: len(inspect.signature(theirs).parameters)] == list(inspect.signature(theirs).parameters)
 
 
-def test_verl_calls_ours_wherever_it_has_imported_its_own(add_module, import_anew):
+def test_the_adapter_replaces_every_import_of_verls_function(add_module, import_anew):
     def theirs(model, strategy, enable_ckpt=False):
         raise AssertionError("verl's own was called")
 
@@ -70,7 +70,7 @@ def test_verl_calls_ours_wherever_it_has_imported_its_own(add_module, import_ane
     import_anew("fgoffload.integrations.verl")  # as each role of verl does
 
 
-def test_a_project_without_the_entry_point_is_refused_with_its_path_and_the_versions_that_have_it(add_module):
+def test_a_missing_entry_point_is_refused_with_its_path_and_supported_versions(add_module):
     add_module("verl.utils.activation_offload")
     with pytest.raises(
         IntegrationError, match=r"verl\.utils\.activation_offload\.switch does not exist here\. verl 1 to 2 has it: "
@@ -89,7 +89,7 @@ def import_plugin():
 
 
 @needs("transformers", "accelerate")
-def test_the_name_of_ms_swifts_callback_makes_ours_with_its_arguments(add_module, tmp_path):
+def test_ms_swifts_callback_name_creates_our_callback(add_module, tmp_path):
     from fgoffload.integrations.transformers import OffloadCallback
 
     class Theirs:
@@ -112,14 +112,14 @@ def make_llama_of_a_mebibyte():
     return make_llama(hidden_size=64, intermediate_size=8192)
 
 
-def test_the_folder_of_the_plugin_hides_no_module_of_another_name(monkeypatch):
+def test_the_plugin_folder_shadows_no_other_module(monkeypatch):
     monkeypatch.syspath_prepend(str(PLUGIN).rpartition("/")[0])
     for name in ("transformers", "megatron", "trl", "verl", "torch", "ms_swift"):
         spec = importlib.util.find_spec(name)
         assert spec is None or "fgoffload" not in str(spec.origin or spec.submodule_search_locations)
 
 
-def test_trls_context_offloads_from_the_first_step_on_and_takes_what_the_original_takes(add_module, import_anew):
+def test_trls_context_offloads_from_the_first_step_and_has_the_original_signature(add_module, import_anew):
     def theirs(model, use_pin_memory=True, use_streams=True, min_offload_size=1024, max_fwd_stash_size=5, warn_if_no_head=True):
         raise AssertionError("TRL's own was called")
 
@@ -144,7 +144,7 @@ def test_trls_context_offloads_from_the_first_step_on_and_takes_what_the_origina
     assert context.handle.last_stats is before  # a step that failed is no step
 
 
-def test_trls_context_does_not_hold_the_model_and_says_which_options_have_no_effect(add_module, import_anew, caplog):
+def test_trls_context_does_not_keep_the_model_alive_and_warns_of_ignored_options(add_module, import_anew, caplog):
     add_module("trl.models.activation_offloading", get_act_offloading_ctx_manager=print)
     adapter = import_anew("fgoffload.integrations.trl")
     model = make_net()
@@ -164,7 +164,7 @@ def test_trls_context_does_not_hold_the_model_and_says_which_options_have_no_eff
 
 @needs("transformers", "trl")
 @pytest.mark.filterwarnings("ignore")
-def test_an_sft_trainer_with_trls_own_switch_computes_the_same_bits_with_our_engine(tmp_path, import_anew):
+def test_an_sft_trainer_with_trls_own_switch_is_bitwise_identical_with_our_engine(tmp_path, import_anew):
     plain = make_sft_trainer(tmp_path)
     plain.train()
     module = importlib.import_module("trl.models.activation_offloading")
@@ -183,7 +183,7 @@ def test_an_sft_trainer_with_trls_own_switch_computes_the_same_bits_with_our_eng
 
 @needs("swift")
 @pytest.mark.filterwarnings("ignore")
-def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was():
+def test_the_real_ms_swift_imports_the_plugin_and_the_real_transformers():
     from swift.callbacks import callbacks_map
     from swift.utils.utils import import_external_file
 
@@ -200,7 +200,7 @@ def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was(
 
 @needs("verl")
 @pytest.mark.filterwarnings("ignore")
-def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
+def test_the_real_verl_imports_the_adapter(import_anew):
     from verl.utils import activation_offload
     from verl.utils.import_utils import import_external_libs
 
@@ -216,7 +216,7 @@ def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
 
 @needs("transformers", "trl")
 @pytest.mark.filterwarnings("ignore")
-def test_an_sft_trainer_with_the_callback_computes_the_same_bits(tmp_path):
+def test_an_sft_trainer_with_the_callback_is_bitwise_identical(tmp_path):
     from fgoffload.integrations.transformers import OffloadCallback
 
     plain, offloaded = make_sft_trainer(tmp_path), make_sft_trainer(tmp_path, OffloadCallback(config=ALL))

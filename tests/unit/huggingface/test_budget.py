@@ -38,7 +38,7 @@ def train(kind, memory):
 
 
 @pytest.mark.parametrize("kind", ["experts", "lora", "compile", "autocast"])
-def test_a_tight_budget_changes_no_bit(kind):
+def test_a_tight_budget_is_bitwise_identical(kind):
     expected, _ = train(kind, None)
     found, roomy = train(kind, "1GiB")
     check_equal(expected, found)
@@ -50,7 +50,7 @@ def test_a_tight_budget_changes_no_bit(kind):
 @pytest.mark.parametrize(
     ("switch", "says"), [("cache", "DynamicCache.*use_cache = False"), ("checkpoints", "checkpointing_disable")]
 )
-def test_layers_that_cannot_be_measured_are_an_error_that_names_the_switch(switch, says):
+def test_layers_that_cannot_be_measured_raise_an_error_with_the_setting_to_change(switch, says):
     model = make_llama(use_cache=switch == "cache").train()
     if switch == "checkpoints":
         model.gradient_checkpointing_enable()
@@ -59,7 +59,7 @@ def test_layers_that_cannot_be_measured_are_an_error_that_names_the_switch(switc
         model(**make_inputs()).loss.backward() or model(**make_inputs())
 
 
-def test_a_handle_is_made_once_and_sizes_need_units():
+def test_repeating_offload_returns_the_same_handle_and_sizes_need_units():
     model = make_llama(use_cache=False)
     assert fgoffload.offload(model, memory="1GiB") is fgoffload.offload(model, memory="1GiB")
     for wrong in ("60", "sixty"):

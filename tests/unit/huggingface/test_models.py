@@ -45,7 +45,7 @@ def compare(model, inputs=None):
 
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
-def test_mixtures_of_experts(kind, experts):
+def test_mixture_of_experts_models_are_bitwise_identical(kind, experts):
     model = make_moe(kind, experts)
     assert model.config._experts_implementation == experts
     assert compare(model)["layers"] > 0
@@ -54,7 +54,7 @@ def test_mixtures_of_experts(kind, experts):
 @needs("peft")
 @pytest.mark.filterwarnings("ignore:Unsupported layer type", "ignore:`past_key_values` is deprecated")  # PEFT's own
 @pytest.mark.parametrize("kind", PEFT)
-def test_adapters_of_peft(kind):
+def test_peft_adapters_are_bitwise_identical(kind):
     model = make_peft(make_llama(), *PEFT[kind])
     names = {site.name for site in find_layers(model)}
     assert names == {f"model.layers.{layer}" for layer in range(LAYERS)}  # without the parts that PEFT adds
@@ -63,7 +63,7 @@ def test_adapters_of_peft(kind):
 
 @needs("peft", "bitsandbytes")
 @pytest.mark.parametrize("bits", [4, 8], ids=["nf4", "int8"])
-def test_lora_of_a_quantized_model(bits):
+def test_lora_on_a_quantized_model_is_bitwise_identical(bits):
     model = make_quantized(bits)
     assert {parameter.dtype for parameter in model.parameters()} > {torch.uint8 if bits == 4 else torch.int8}
     assert compare(model)["layers"] > 0
@@ -71,7 +71,7 @@ def test_lora_of_a_quantized_model(bits):
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained tower", "frozen tower"])
 @pytest.mark.parametrize("kind", ["Qwen2-VL", "Qwen3-VL"])
-def test_vision_language_models(kind, is_frozen):
+def test_vision_language_models_are_bitwise_identical(kind, is_frozen):
     moved = compare(make_vision(kind, is_frozen=is_frozen), make_vision_inputs())
     assert moved["layers"] > 0
     assert (moved["blocks"] > 0) is not is_frozen  # nothing of a frozen tower is saved

@@ -25,7 +25,7 @@ def compare(train, caplog, rival):
     assert both.state.log_history[0]["offload/saved_gib"] == 0  # the other one has every tensor
 
 
-def test_offload_of_transformers_own_checkpoints(tmp_path, caplog):
+def test_transformers_checkpoint_offload_is_compatible_and_logs_a_warning(tmp_path, caplog):
     from transformers import PreTrainedModel
 
     if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
@@ -40,7 +40,7 @@ def test_offload_of_transformers_own_checkpoints(tmp_path, caplog):
     compare(train, caplog, "transformers' activation_checkpointing_kwargs={'offload': True}")
 
 
-def test_accelerates_offload_of_checkpoints(tmp_path, caplog):
+def test_accelerates_checkpoint_offload_is_compatible_and_logs_a_warning(tmp_path, caplog):
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
@@ -65,7 +65,7 @@ def test_accelerates_offload_of_checkpoints(tmp_path, caplog):
 
 @needs("trl")
 @pytest.mark.filterwarnings("ignore")
-def test_trls_own_offload(tmp_path, caplog, monkeypatch):
+def test_trls_activation_offload_is_compatible_and_logs_a_warning(tmp_path, caplog, monkeypatch):
     from trl.trainer import sft_trainer
 
     # The CPU stands for the accelerator that TRL asks for. It has neither streams nor pinned memory.

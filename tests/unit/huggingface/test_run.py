@@ -30,7 +30,7 @@ def list_logged(caplog):
 BUDGET = ("--offload-memory-budget", "40MiB")
 
 
-def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits():
+def test_an_unmodified_script_is_offloaded_and_bitwise_identical():
     command = ("fgoffload", "run", "--", SCRIPT, "--flag", "of the script")
     ended, plain, planned = run_commands(command, (SCRIPT,), (*command, *BUDGET), imports=IMPORTS, without=())
     assert ended.returncode == 0, ended.stderr
@@ -51,7 +51,7 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
     assert [entry["loss"] for entry in planned["log"]] == [entry["loss"] for entry in plain["log"]]
 
 
-def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
+def test_a_script_that_creates_no_trainer_prints_a_warning(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
     cases = ((), BUDGET, ("--offload-host-budget", "3GiB"))
@@ -62,7 +62,7 @@ def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
     assert "--offload-host-budget has no effect on a Trainer." in ignored.stderr
 
 
-def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path, caplog):
+def test_only_trainers_created_in_the_context_get_the_callback_and_only_once(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     from fgoffload.integrations.transformers import OffloadCallback
     from fgoffload.integrations.transformers.launch import offload_trainers
@@ -83,7 +83,7 @@ def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_pa
     assert sys.meta_path == path
 
 
-def test_of_all_processes_the_first_one_says_what_was_added(tmp_path, caplog, monkeypatch):
+def test_only_the_first_process_logs_the_added_callback(tmp_path, caplog, monkeypatch):
     from transformers import Trainer
 
     from fgoffload.integrations.transformers.launch import offload_trainers
@@ -95,7 +95,7 @@ def test_of_all_processes_the_first_one_says_what_was_added(tmp_path, caplog, mo
     assert (made, list_logged(caplog)) == (["Trainer"], [])
 
 
-def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_ours(tmp_path, monkeypatch):
+def test_a_transformers_without_trainer_raises_its_own_import_error(tmp_path, monkeypatch):
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     (tmp_path / "transformers").mkdir()
@@ -109,7 +109,7 @@ def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_
     del sys.modules["transformers"]
 
 
-def test_a_budget_that_no_plan_meets_is_one_line_and_other_errors_of_a_script_keep_their_traceback(tmp_path):
+def test_a_budget_error_is_one_line_and_other_script_errors_keep_their_traceback(tmp_path):
     scripts = [tmp_path / "budget.py", tmp_path / "own.py"]
     scripts[0].write_text("from fgoffload import BudgetError\nraise BudgetError('memory 1.00 MiB is too small.', 8)")
     scripts[1].write_text("raise ValueError('mine')")
@@ -131,14 +131,14 @@ def test_a_budget_that_no_plan_meets_is_one_line_and_other_errors_of_a_script_ke
         ("no python", False),
     ],
 )
-def test_whether_a_script_imports_a_package_is_read_from_its_source(source, expected, tmp_path):
+def test_imports_any_reads_the_imports_from_the_script_source(source, expected, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(source)
     assert imports_any(str(script), ("transformers", "trl")) is expected
 
 
 @pytest.mark.slow
-def test_two_processes_with_ddp_compute_the_same_bits():
+def test_two_ddp_processes_are_bitwise_identical():
     logs = []
     for program in (("torch.distributed.run", "--nproc-per-node", "2"), ("fgoffload", "run", "--nproc-per-node", "2", "--")):
         (ended,) = run_commands((*program, SCRIPT))
