@@ -1,4 +1,4 @@
-"""Tests the arena: exact sizes, no block used twice, and free ranges merged again."""
+"""Tests the arena: exact sizes, no block handed out twice, and free ranges merged."""
 
 import contextlib
 import threading
@@ -51,14 +51,14 @@ def test_closing_with_a_block_in_use_raises_an_internal_error():
 
 
 class Read:
-    """The event after a copy to the device."""
+    """The event recorded after a copy to the device."""
 
     def __init__(self) -> None:
         self.is_done = False
 
 
 class ModelDevice(CpuDevice):
-    """Keeps its slabs in view, and lets events pass when it is told to."""
+    """Exposes its slabs, and completes events only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class ModelDevice(CpuDevice):
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """The arena against a model: for each unit of 512 bytes of each slab, who has it, and who may still read it."""
+    """Compares the arena with a model: the owner and the pending reads of each 512-byte unit of each slab."""
 
     min_part_bytes = MIN_PART_BYTES
-    """More than any block here has, so that no block is split."""
+    """Larger than any block here, so that no block is split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.budget_bytes = budget_units * 512
         self.arena = HostArena(
             self.device,
-            budget=self.budget_bytes + 100,  # the last 100 bytes are no unit
+            budget=self.budget_bytes + 100,  # the last 100 bytes do not fill a unit
             slab_bytes=slab_units * 512,
             min_part_bytes=self.min_part_bytes,
         )
@@ -115,17 +115,17 @@ class ArenaMachine(RuleBasedStateMachine):
             units += [(slab, unit) for unit in range(first, first + max(1, -(-part.numel() // 512)))]
         return units
 
-    def find_longest_free(self) -> int:
+    def get_longest_free_bytes(self) -> int:
         runs = [len(run) for owners in self.owners for run in "".join(" x"[o is not None] for o in owners).split("x")]
         return 512 * max(runs, default=0)
 
     def may_refuse(self, needed_bytes: int) -> bool:
         if self.min_part_bytes == MIN_PART_BYTES:
-            return needed_bytes > max(self.find_longest_free(), self.budget_bytes - self.arena.reserved_bytes)
+            return needed_bytes > max(self.get_longest_free_bytes(), self.budget_bytes - self.arena.reserved_bytes)
         return needed_bytes > self.budget_bytes - self.arena.used_bytes
 
     @rule(size_bytes=st.one_of(st.integers(0, 600), st.integers(1, 12_000)))
-    def take(self, size_bytes):
+    def allocate(self, size_bytes):
         needed_bytes = max(1, -(-size_bytes // 512)) * 512
         may_refuse = self.may_refuse(needed_bytes)
         block = self.arena.find_block(size_bytes)
@@ -159,10 +159,10 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def read(self, data):
-        _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would hold them
+        _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would keep them alive
         before, block.place.last_read = block.place.last_read, Read()
         for slab, unit in self.list_units(block):
-            self.readers[slab][unit].discard(before)  # who waits for the last copy waits for those before it
+            self.readers[slab][unit].discard(before)  # waiting for the last copy includes the earlier ones
             self.readers[slab][unit].add(block.place.last_read)
         self.reads.append(block.place.last_read)
 
@@ -198,7 +198,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 class SplittingArenaMachine(ArenaMachine):
-    """The same, with blocks of several parts: then every free byte of the budget can be used."""
+    """The same with blocks of several parts, so that every free byte of the budget is usable."""
 
     min_part_bytes = 512
 

@@ -1,4 +1,4 @@
-"""Tests unusual uses of an autograd graph: backward twice, in part, in another order, of a gradient, or not at all."""
+"""Tests unusual uses of an autograd graph: second-order gradients, partial backward, dropped graphs and user hooks."""
 
 import pytest
 import torch
@@ -50,11 +50,11 @@ def check_drained(engine: OffloadEngine) -> None:
 
 
 def run_both(make_both, use) -> None:
-    """Check that `use(net, engine)` returns the same bits without and with an engine, and that nothing is left on the host."""
+    """Check that `use(net, engine)` is bitwise identical with and without an engine, and releases all host memory."""
     results = []
-    without, engine = make_both()
+    no_engine, engine = make_both()
     with without_the_cyclic_collector():
-        for one in (without, engine):
+        for one in (no_engine, engine):
             results.append([None if tensor is None else tensor.detach().clone() for tensor in use(Net(), one)])
         assert_same_bits(*results)
         assert engine.finish_step().d2h_bytes > 0
@@ -88,7 +88,7 @@ def test_differentiating_a_gradient_computed_inside_a_region_is_bitwise_identica
 
 
 @ENGINES
-@pytest.mark.parametrize("moment", ["before", "after a backward", "in the middle of one"])
+@pytest.mark.parametrize("moment", ["before", "after a backward", "after a partial backward"])
 def test_dropping_a_graph_releases_all_host_memory(moment, make_both):
     _, engine = make_both()
     net = Net()
@@ -97,7 +97,7 @@ def test_dropping_a_graph_releases_all_host_memory(moment, make_both):
         assert engine.arena.used_bytes > 0
         if moment == "after a backward":
             torch.autograd.grad((left + right).sum(), net.x, retain_graph=True)
-        if moment == "in the middle of one":
+        if moment == "after a partial backward":
             torch.autograd.grad(left.sum(), net.w, retain_graph=True)
         del left, right
         check_drained(engine)
@@ -136,16 +136,16 @@ def test_user_saved_tensor_hooks_inside_a_region_take_precedence():
             packed.append(tensor.detach().clone())
             return tensor * 1
 
-        def function(h: torch.Tensor) -> torch.Tensor:
+        def compute(h: torch.Tensor) -> torch.Tensor:
             h = h.sin()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 h = h.exp().tanh()
             return h.cos()
 
         x = leaf(32, 32)
-        Sites(engine)(function, x * 2).sum().backward()
+        Sites(engine)(compute, x * 2).sum().backward()
         return [*packed, x.grad]
 
     engine = make_engine(DelayedCpuDevice())
     assert_same_bits(use(None), use(engine))
-    assert engine.finish_step().tags["core_attn"].saved_tensors == 2  # of the sine and the cosine
+    assert engine.finish_step().tags["core_attn"].saved_tensors == 2  # by the sine and the cosine

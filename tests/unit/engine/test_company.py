@@ -1,4 +1,4 @@
-"""Tests regions together with other torch features: unsupported tensors are left alone, all others are correct."""
+"""Tests regions together with other torch features: results are correct, and unsupported tensors are not offloaded."""
 
 import pytest
 import torch
@@ -51,9 +51,9 @@ def test_chunks_with_their_own_version_counters_are_not_restored_from_each_other
     x, w = leaf(64, 16), leaf(16, 64, seed=1)
 
     def forward(sites: Sites) -> torch.Tensor:
-        a, b, c, d = (x @ w).unsafe_chunk(4, dim=1)  # as the gates of an LSTM cell, each changed in place
+        a, b, c, d = (x @ w).unsafe_chunk(4, dim=1)  # like the gates of an LSTM cell, each changed in place
         a, c, d = sites(lambda a, c, d: (a.sigmoid_(), c.sigmoid_(), d.sigmoid_()), a, c, d, output=lambda results: results[0])
-        b = sites(torch.tanh_, b)  # its bytes have left with the others, and were not these
+        b = sites(torch.tanh_, b)  # its old bytes were offloaded with the others
         return a * c + b * d
 
     check_same_bits(forward, [x, w]).close()

@@ -1,4 +1,4 @@
-"""Tests the geometry of views: where they are in a storage, and how they are packed and restored."""
+"""Tests the geometry of views: their position in a storage, and how they are packed and restored."""
 
 import torch
 from hypothesis import given, settings
@@ -30,13 +30,13 @@ def test_a_view_rebuilt_over_a_copy_of_any_dtype_shares_its_version_counter(tens
     start = view.start // 512 * 512
     end = start + -(-(view.end - start) // 16) * 16
     copy = get_byte_range(tensor, start=start, end=end).clone().view(dtype).view(1, -1)
-    again = rebuild(view, copy, buffer_start=start)
-    assert torch.equal(as_bytes(again), as_bytes(tensor))
-    assert again.stride() == tensor.stride()
-    assert again._base is None
+    rebuilt = rebuild(view, copy, buffer_start=start)
+    assert torch.equal(as_bytes(rebuilt), as_bytes(tensor))
+    assert rebuilt.stride() == tensor.stride()
+    assert rebuilt._base is None
     before = copy._version
-    again.zero_()
-    assert again._version == copy._version > before
+    rebuilt.zero_()
+    assert rebuilt._version == copy._version > before
 
 
 @settings(max_examples=50, deadline=None)

@@ -15,8 +15,8 @@ NBYTES = 128 * 128 * 4
 
 
 @pytest.fixture(autouse=True)
-def _without_the_cyclic_collector():
-    # Nothing may wait for Python's collector: on a device that is how memory runs out.
+def _disable_gc():
+    # Memory that only the garbage collector frees would cause out-of-memory errors on a GPU.
     gc.collect()
     gc.disable()
     yield
@@ -28,7 +28,7 @@ def weight(seed: int = 0) -> torch.nn.Parameter:
 
 
 def run_layers(sites: Sites, weights: list[torch.nn.Parameter], tags: list[str]) -> torch.Tensor:
-    """Each layer keeps its input for the product, and the product for the sine."""
+    """Run layers that each save the input of a product and of a sine."""
     h = torch.ones(128, 128)
     for w, tag in zip(weights, tags, strict=True):
         h = sites(lambda h, w=w: (h @ w).sin(), h, tag=tag)
@@ -54,15 +54,15 @@ def test_resident_bytes_after_forward_fall_by_exactly_the_bytes_that_the_tags_sa
                 output = run_layers(Sites(None), weights, ["a"] * 4)
         resident.append(get_resident_bytes(ledger))
         if engine:
-            moved = engine.finish_step().d2h_bytes
+            offloaded_bytes = engine.finish_step().d2h_bytes
             output.sum().backward()
             del output
             engine.close()
         else:
             del output
-    # Four inputs and four products. A product is saved by the sine; the last sine is the output, which nobody saved.
+    # Four inputs and four products. The output of the last sine is not saved.
     assert resident[0] == 8 * NBYTES
-    assert moved == 8 * NBYTES
+    assert offloaded_bytes == 8 * NBYTES
     assert resident[1] == 0
 
 
@@ -83,7 +83,7 @@ def test_tensors_marked_to_be_kept_and_parameters_are_never_offloaded():
     kept = (torch.ones(128, 128) * 3).requires_grad_()
     h = kept * 2
     engine.keep([h])
-    Sites(engine)(lambda h: h @ w.t(), h[:]).sum().backward()  # saves the marked storage, and a view of the parameter
+    Sites(engine)(lambda h: h @ w.t(), h[:]).sum().backward()  # saves the marked storage and a view of the parameter
     stats = engine.finish_step().tags["core_attn"]
     assert stats.saved_tensors == 2
     assert stats.d2h_bytes == 0
@@ -106,7 +106,7 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
     weights = [weight(seed) for seed in range(4)]
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=2 * NBYTES, prefetch_bytes=0))
     output = run_layers(Sites(engine), weights, ["a"] * 4)
-    # Each group is two storages; the delayed device finishes none itself.
+    # Each group has two storages; the delayed device finishes no copy by itself.
     assert engine._transfers.in_flight_bytes == 2 * NBYTES
     assert engine.finish_step().window_waits == 3
     output.sum().backward()
@@ -188,7 +188,7 @@ def test_bytes_are_reloaded_with_their_original_alignment():
     engine = make_engine()
     x = torch.randn(4096, requires_grad=True)
     h = x * 2
-    output = Sites(engine)(lambda h: h[300:3000].sin(), h)  # 1200 bytes into the storage: 176 behind a multiple of 512
+    output = Sites(engine)(lambda h: h[300:3000].sin(), h)  # 1200 bytes into the storage: 176 after a multiple of 512
     saved = output.grad_fn._saved_self
     assert (saved.data_ptr() - saved.untyped_storage().data_ptr()) % 512 == 1200 % 512
     assert torch.equal(saved, h[300:3000])
@@ -205,6 +205,6 @@ def test_the_ledger_locates_the_peak_within_the_step(keeps_all, place):
         output = run_layers(Sites(engine, microbatch=2), weights, ["a"] * 3).sum()
         output.backward()
     peak = ledger.find_peak()
-    # Where all stays, forward's end; where all leaves, and comes back at once, what backward takes first.
+    # The end of forward if all is kept; if all is offloaded, the start of backward, which reloads everything at once.
     assert (peak.resident_bytes, peak.place) == (ledger.peak_bytes, place)
     engine.close()

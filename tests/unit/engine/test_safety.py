@@ -1,4 +1,4 @@
-"""Tests that conditions that could make results wrong raise an error, and that nothing leaks."""
+"""Tests that conditions that could make results wrong raise an error or are handled."""
 
 import pytest
 import torch
@@ -24,8 +24,8 @@ def test_ending_a_region_twice_is_refused():
         region.end(None)
 
 
-class DoublesWhatItSaved(torch.autograd.Function):
-    """Changes its saved tensor in place in backward, as fused losses do with theirs."""
+class DoubleSavedTensor(torch.autograd.Function):
+    """Changes its saved tensor in place in backward, as fused losses do."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -43,7 +43,7 @@ class DoublesWhatItSaved(torch.autograd.Function):
 def test_a_backward_that_changes_a_tensor_saved_by_another_op_raises_as_in_torch(make_device):
     for engine in (None, make_engine(make_device())):
         x = leaf(64, 64)
-        output = Sites(engine)(lambda h: h.cos() + DoublesWhatItSaved.apply(h), x * 2)
+        output = Sites(engine)(lambda h: h.cos() + DoubleSavedTensor.apply(h), x * 2)
         with pytest.raises(
             RuntimeError, match="changed in place during backward" if engine else "modified by an inplace operation"
         ):
@@ -54,7 +54,7 @@ def test_a_second_backward_after_the_first_changed_a_saved_tensor_raises_as_in_t
     for engine in (None, make_engine()):
         x = leaf(64, 64)
         sites = Sites(engine)
-        output = sites(DoublesWhatItSaved.apply, sites(lambda h: h.sin(), x * 2)).sum()
+        output = sites(DoubleSavedTensor.apply, sites(lambda h: h.sin(), x * 2)).sum()
         output.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="changed in place" if engine else "modified by an inplace operation"):
             output.backward()
@@ -68,14 +68,14 @@ def test_a_storage_resized_and_refilled_between_two_saves_is_offloaded_again():
         first = sites(lambda h: h.sin(), h)
         storage, nbytes, address = h.untyped_storage(), h.untyped_storage().nbytes(), h.data_ptr()
         refill = h.detach() + 1
-        elsewhere = []
-        while storage.data_ptr() in (0, address):  # the same bytes again would not be told from the first ones
+        others = []
+        while storage.data_ptr() in (0, address):  # the same address again would hide the change
             storage.resize_(0)
-            elsewhere.append(torch.empty(64, 64))
+            others.append(torch.empty(64, 64))
             storage.resize_(nbytes)
         h.data.copy_(refill)
         second = sites(lambda h: h.cos(), h)
-        del first, elsewhere  # the first save is lost, and nobody wants it
+        del first, others  # no backward uses the first save
         return second
 
     check_same_bits(forward, [x]).close()
@@ -90,7 +90,7 @@ def test_a_storage_changed_in_place_between_two_saves_is_offloaded_again():
         with torch.no_grad():
             h.add_(1)
         second = sites(lambda h: h.cos(), h)
-        del first  # the first save is lost, and nobody wants it
+        del first  # no backward uses the first save
         return second
 
     check_same_bits(forward, [x]).close()

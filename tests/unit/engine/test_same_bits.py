@@ -17,7 +17,7 @@ def test_views_of_one_storage_with_different_element_sizes_are_reloaded():
     class SaveBoth(torch.autograd.Function):
         @staticmethod
         def forward(ctx, tensor):
-            ctx.save_for_backward(tensor[:8], tensor.view(torch.uint8)[:61])  # ends within an element of the other
+            ctx.save_for_backward(tensor[:8], tensor.view(torch.uint8)[:61])  # ends inside an element of the other view
             return tensor.sin()
 
         @staticmethod
@@ -33,8 +33,8 @@ def test_a_storage_saved_by_two_groups_is_offloaded_once():
     x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
 
     def forward(sites: Sites) -> torch.Tensor:
-        context = sites(lambda h: h.softmax(-1), x @ w, tag="core_attn")  # keeps its output
-        return sites(lambda h: h @ w, context, tag="attn_proj")  # keeps its input, the same storage
+        context = sites(lambda h: h.softmax(-1), x @ w, tag="core_attn")  # saves its output
+        return sites(lambda h: h @ w, context, tag="attn_proj")  # saves its input, the same storage
 
     engine = check_same_bits(forward, [x, w])
     stats = engine.finish_step()
@@ -70,8 +70,8 @@ def test_a_save_outside_all_regions_joins_the_group_that_shares_its_storage():
         with sites.watched():
             mixed = x @ w
             query, value = mixed.chunk(2, dim=-1)
-            rotated = query.sin()  # outside: keeps the query, a half of the mixed storage
-            return sites(lambda q, v: q * v, rotated, value)  # keeps the value, the other half
+            rotated = query.sin()  # outside: saves the query, half of the mixed storage
+            return sites(lambda q, v: q * v, rotated, value)  # saves the value, the other half
 
     engine = check_same_bits(forward, [x, w])
     stats = engine.finish_step()
@@ -84,24 +84,24 @@ def test_a_save_outside_all_regions_joins_the_group_that_shares_its_storage():
 def test_held_groups_are_offloaded_at_the_flush_and_reloaded_bitwise_identical(make_device):
     x = leaf(64, 64)
     engine = make_engine(make_device())
-    moved = []
+    offloaded_bytes = []
 
     def forward(sites: Sites) -> torch.Tensor:
         h = sites(lambda h: h.sin(), x * 2, is_held=True)
         h = sites(lambda h: h.exp(), h, is_held=True)
         if sites.engine:
-            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
+            offloaded_bytes.append(engine._counters.get_tag("core_attn").d2h_bytes)
             engine.flush()
-            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
+            offloaded_bytes.append(engine._counters.get_tag("core_attn").d2h_bytes)
         return h
 
     check_same_bits(forward, [x], engine)
-    assert moved == [0, 2 * 64 * 64 * 4]
+    assert offloaded_bytes == [0, 2 * 64 * 64 * 4]
     engine.close()
 
 
 def test_end_marks_do_not_change_the_order_of_gradient_accumulation():
-    # An identity function in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
+    # An identity op in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
     x = leaf(256, 64)
     w = leaf(64, seed=1)
 

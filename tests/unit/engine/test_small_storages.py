@@ -1,4 +1,4 @@
-"""Storages smaller than what leaves go past the engine's bookkeeping, and are guarded as all others are."""
+"""Tests storages below the minimum size: the engine does not track them, but detects in-place changes."""
 
 import pytest
 import torch
@@ -20,17 +20,17 @@ def test_an_in_place_change_of_a_small_tensor_raises(is_watched):
     h = leaf(8) * 2
     if is_watched:
         with sites.watched():
-            out = h.sin()
+            output = h.sin()
     else:
-        out = sites(torch.sin, h)
+        output = sites(torch.sin, h)
     with torch.no_grad():
         h.mul_(2)
     with pytest.raises(StateError, match="changed in place"):
-        out.sum().backward()
+        output.sum().backward()
 
 
 class SaveBoth(torch.autograd.Function):
-    """Saves the bytes of its input as what they are and as fp32, in either order."""
+    """Saves its input as bytes and as fp32, in either order."""
 
     @staticmethod
     def forward(ctx, octets, tensor, is_wide_first):
@@ -46,7 +46,7 @@ class SaveBoth(torch.autograd.Function):
 
 @pytest.mark.parametrize("is_wide_first", [False, True])
 def test_a_storage_saved_as_two_dtypes_is_offloaded_if_either_save_is_large_enough(is_wide_first):
-    # 3000 bytes are enough elements of one type, and of the other only both saves together.
+    # 3000 bytes are enough elements as bytes, but too few as fp32.
     engine = make_engine(min_offloaded_numel=1000)
     x = leaf(4)
     sites, octets = Sites(engine), torch.arange(3000).to(torch.uint8)
@@ -58,7 +58,7 @@ def test_a_storage_saved_as_two_dtypes_is_offloaded_if_either_save_is_large_enou
 
 
 def make_pieces(size):
-    memory = torch.zeros(size + 8).numpy()  # which both hold, and torch knows nothing of
+    memory = torch.zeros(size + 8).numpy()  # both tensors keep it alive, which torch cannot see
     return torch.from_numpy(memory[:size]), torch.from_numpy(memory[size:])
 
 
