@@ -155,7 +155,7 @@ def test_an_exception_during_recompute_leaks_no_hooks_and_no_host_memory(use_ree
 
     def fail_the_second_time(h: torch.Tensor) -> torch.Tensor:
         if net.runs:
-            raise ValueError("the user's own")
+            raise ValueError("user error")
         return net.piece(h)
 
     output = sites(lambda h: net.recompute(lambda h: sites(fail_the_second_time, h), h), sites(torch.sin, net.x * 2))

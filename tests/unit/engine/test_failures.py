@@ -135,7 +135,7 @@ PLACES = {"forward": raise_in_forward, "backward": raise_in_backward, "tensor ho
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
 def test_after_an_exception_in_user_code_nothing_leaks_and_the_next_step_is_correct(kind, place, make_device):
     engine = make_small_engine(make_device())
-    act = PLACES[place](lambda: kind("the user's own"))
+    act = PLACES[place](lambda: kind("user error"))
     assert raise_in(lambda: run_step(Model(), engine, act=act), kind)
     check_no_traces(engine, make_device)
 

@@ -1,4 +1,4 @@
-"""Tests that buffers stay on the GPU: batch norm writes its statistics without changing a version."""
+"""Tests that buffers stay on the GPU, since batch norm updates its statistics without a version change."""
 
 import copy
 
@@ -61,9 +61,9 @@ def swap_buffers(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 SEQUENCES = [keep_an_older_graph, change_the_model_in_between, run_a_copy, swap_buffers]
 
 
-def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
+def run(sequence, *, is_offloaded: bool, device=None) -> list[torch.Tensor]:
     model, inputs = make_model(), make_inputs()
-    handle = fgoffload.offload(model, ["*"], ALL, device=device) if is_on else None
+    handle = fgoffload.offload(model, ["*"], ALL, device=device) if is_offloaded else None
     sequence(model, inputs).backward()
     if handle is not None:
         assert handle.stats().d2h_bytes > 0
@@ -76,7 +76,7 @@ def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: sequence.__name__)
 def test_gradients_through_running_statistics_are_bitwise_identical(sequence):
-    check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=DelayedCpuDevice()))
+    check_equal(run(sequence, is_offloaded=False), run(sequence, is_offloaded=True, device=DelayedCpuDevice()))
 
 
 def test_running_statistics_changed_during_a_forward_are_bitwise_identical():
@@ -90,14 +90,14 @@ def test_running_statistics_changed_during_a_forward_are_bitwise_identical():
             second = self.norm.train()(3 * hidden + 1)
             return (first.sin() + second.sin() + self.norm.eval()(hidden).sin()).sum()
 
-    def step(*, is_on: bool) -> torch.Tensor:
+    def step(*, is_offloaded: bool) -> torch.Tensor:
         model, inputs = Toggles(), make_inputs().requires_grad_()
-        if is_on:
+        if is_offloaded:
             fgoffload.offload(model, ["norm"], ALL)
         model(inputs).backward()
         return inputs.grad
 
-    check_equal([step(is_on=False)], [step(is_on=True)])
+    check_equal([step(is_offloaded=False)], [step(is_offloaded=True)])
 
 
 def test_a_buffer_saved_in_a_region_is_counted_as_marked_to_be_kept():

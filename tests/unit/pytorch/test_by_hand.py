@@ -1,4 +1,4 @@
-"""Tests a single tensor that is offloaded and reloaded by hand."""
+"""Tests `offload_tensor`, which offloads and reloads a single tensor."""
 
 import gc
 import weakref
@@ -21,11 +21,11 @@ TENSORS = {
     "transposed": BASE.reshape(10, 100).t(),
     "with an offset": BASE[100:200].view(10, 10),
     "every other": BASE[::2],
-    "a column of few": BASE.view(10, 100)[:, 3],
+    "a column": BASE.view(10, 100)[:, 3],
     "expanded": BASE[:10].unsqueeze(1).expand(10, 5),
     "bfloat16": BASE.bfloat16(),
     "booleans": BASE > 500,
-    "of no dimension": BASE[7],
+    "zero-dimensional": BASE[7],
     "empty": BASE[:0],
 }
 
@@ -35,9 +35,9 @@ TENSORS = {
 def test_a_tensor_is_reloaded_with_its_bytes_size_and_strides(kind, make_device):
     tensor = TENSORS[kind]
     with fgoffload.saved_tensors(ALL, device=make_device() or "cpu") as store:
-        back = store.offload_tensor(tensor).reload()
-    assert torch.equal(back, tensor)
-    assert (back.dtype, back.stride(), back.device) == (tensor.dtype, tensor.stride(), tensor.device)
+        reloaded = store.offload_tensor(tensor).reload()
+    assert torch.equal(reloaded, tensor)
+    assert (reloaded.dtype, reloaded.stride(), reloaded.device) == (tensor.dtype, tensor.stride(), tensor.device)
     assert torch.equal(fgoffload.offload_tensor(tensor, device=make_device()).reload(), tensor)
 
 
@@ -73,7 +73,7 @@ def test_a_tensor_stays_on_the_gpu_until_its_copy_is_done():
     assert not early.is_on_host
     assert torch.equal(early.reload(), BASE)
     device.synchronize(device.record_event(device.d2h_stream))
-    assert late.is_on_host  # asking is what lets its memory go: nothing else calls the engine
+    assert late.is_on_host  # the query frees the device memory, since nothing else calls the engine
     assert torch.equal(late.reload(), BASE + 1)
 
 
@@ -99,22 +99,22 @@ def test_a_tensor_kept_by_the_rules_is_returned_and_counted():
     net = make_net()
     with fgoffload.offload(net, ["layers.*.mlp"], TransferConfig(min_offloaded_bytes=1 << 20)) as handle:
         weight, small = net.layers[0].norm.weight, torch.ones(8)
-        stayed = [handle.offload_tensor(weight), handle.offload_tensor(small)]
-        assert [offloaded.is_on_host for offloaded in stayed] == [False, False]
-        assert torch.equal(stayed[0].reload(), weight)
-        assert torch.equal(stayed[1].reload(), small)
+        kept = [handle.offload_tensor(weight), handle.offload_tensor(small)]
+        assert [offloaded.is_on_host for offloaded in kept] == [False, False]
+        assert torch.equal(kept[0].reload(), weight)
+        assert torch.equal(kept[1].reload(), small)
         assert handle.stats().tags["by_hand"].kept_bytes == {KeptReason.TOO_SMALL.value: 32}
 
 
 def test_a_parameter_is_returned_detached_without_a_copy():
     parameter = torch.nn.Parameter(BASE.clone())
     offloaded = fgoffload.offload_tensor(parameter)
-    back = offloaded.reload()
-    assert not back.requires_grad
-    assert type(back) is torch.Tensor
-    assert torch.equal(back, parameter)
-    assert offloaded.reload().data_ptr() == back.data_ptr() == parameter.data_ptr()
+    reloaded = offloaded.reload()
+    assert not reloaded.requires_grad
+    assert type(reloaded) is torch.Tensor
+    assert torch.equal(reloaded, parameter)
+    assert offloaded.reload().data_ptr() == reloaded.data_ptr() == parameter.data_ptr()
     with torch.no_grad():
-        back.add_(1)
+        reloaded.add_(1)
     with pytest.raises(StateError, match="changed in place"):
         offloaded.reload()

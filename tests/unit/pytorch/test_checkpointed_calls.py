@@ -13,7 +13,7 @@ import fgoffload
 
 
 class Layer(Block):
-    """Checkpoints itself, its hooks included."""
+    """Checkpoints its forward and its hooks."""
 
     gradient_checkpointing = True
 
@@ -53,8 +53,8 @@ def test_a_copied_model_has_the_original_checkpointing_function(make_copy):
     before = model.layers[0]._gradient_checkpointing_func
     with fgoffload.offload(model, "layers.*", ALL):
         assert model.layers[0]._gradient_checkpointing_func is not before
-        twin = make_copy(model)
-        assert isinstance(twin.layers[0]._gradient_checkpointing_func, functools.partial)
-        check_equal(run(model), run(twin))
+        copied = make_copy(model)
+        assert isinstance(copied.layers[0]._gradient_checkpointing_func, functools.partial)
+        check_equal(run(model), run(copied))
     assert model.layers[0]._gradient_checkpointing_func is before
     assert "forward" not in vars(model.layers[0])

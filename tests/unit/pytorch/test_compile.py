@@ -1,4 +1,4 @@
-"""Tests `torch.compile` of a module in a region, of a model around regions, and of code around a block: the same bits."""
+"""Tests that `torch.compile` of a region's module, a whole model, or code around a block is bitwise identical."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,13 @@ from torch import nn
 import fgoffload
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-KEEPS_ALL = dataclasses.replace(ALL, keep=torch.is_tensor)
+KEEP_ALL = dataclasses.replace(ALL, keep=torch.is_tensor)
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.slow])]
 
-# Torch's own, whenever a graph begins with a tensor that has a history; it hides the warning where warnings are no errors.
+# From torch, if a graph begins with a tensor that is not a leaf. Torch hides this warning unless warnings are errors.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # of what inductor imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # from imports of inductor
 ]
 
 
@@ -43,9 +43,9 @@ def compile_parts(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
 
 def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], backend: str) -> list[torch.Tensor]:
     net, inputs = make_net(), make_inputs()
-    # Inductor fuses what lies between graph breaks, and gives other bits where these are: the same regions, and nothing leaves.
-    keeps = fgoffload.offload(net, PATTERNS, KEEPS_ALL) if backend == "inductor" else contextlib.nullcontext()
-    with keeps:
+    # Inductor fuses ops between graph breaks, which changes the bits. So use the same regions, but keep all tensors.
+    context = fgoffload.offload(net, PATTERNS, KEEP_ALL) if backend == "inductor" else contextlib.nullcontext()
+    with context:
         compiled = compile_model(net, backend)
         expected = get_gradients(net, lambda: compiled(inputs))
     torch.compiler.reset()
@@ -53,7 +53,7 @@ def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], back
 
 
 def check_twice(net: nn.Module, compiled: Callable[..., torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Check a forward that compiles and one that is compiled already."""
+    """Check the forward that compiles and the next one."""
     inputs = make_inputs()
     for _ in range(2):
         check_equal(expected, get_gradients(net, lambda: compiled(inputs)))
@@ -98,19 +98,19 @@ def test_a_block_around_or_inside_compiled_code_is_bitwise_identical(is_outside,
         first, second = (get_gradients(net, lambda: compiled(inputs)) for _ in range(2))
         check_equal(first, second)
         assert not has_hooks()
-        moved_bytes = block.stats().d2h_bytes
+        offloaded_bytes = block.stats().d2h_bytes
         block.close()
         torch.compiler.reset()
-        return first, moved_bytes
+        return first, offloaded_bytes
 
-    (expected, kept_bytes), (found, moved_bytes) = run(KEEPS_ALL), run(ALL)
+    (expected, kept_bytes), (found, offloaded_bytes) = run(KEEP_ALL), run(ALL)
     check_equal(expected, found)
-    assert kept_bytes == 0 < moved_bytes
+    assert kept_bytes == 0 < offloaded_bytes
     if backend != "inductor":
         check_equal(get_expected(compile_whole, backend), found)
 
 
-class Places(nn.Module):
+class PlacedRegions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -126,7 +126,7 @@ class Places(nn.Module):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_hand_placed_region_in_compiled_code_is_bitwise_identical(backend):
     torch.manual_seed(0)
-    model = Places()
+    model = PlacedRegions()
     compiled = torch.compile(model, backend=backend)
     expected = get_gradients(model, lambda: compiled(make_inputs()))
     torch.compiler.reset()

@@ -1,4 +1,4 @@
-"""Tests verl's call for FSDP1 and FSDP2: the same bits, and no extra gather under checkpoints."""
+"""Tests verl's entry point with FSDP1 and FSDP2: bitwise identical, and no extra gathers under checkpoints."""
 
 import dataclasses
 import functools
@@ -41,14 +41,14 @@ def test_losses_and_gradients_are_bitwise_identical_without_extra_gathers(scenar
 @EACH_OFFLOADED
 def test_layers_are_offloaded_or_only_their_inputs_if_checkpointed(scenario):
     for rank in run_all()[scenario]:
-        moved = rank.moved["layers"]
+        offloaded_bytes = rank.moved["layers"]
         inputs = MICROBATCHES * LAYERS * ROW_BYTES
-        assert moved == inputs if scenario.offload == "checkpoints" else moved > 10 * inputs
+        assert offloaded_bytes == inputs if scenario.offload == "checkpoints" else offloaded_bytes > 10 * inputs
 
 
 @pytest.mark.parametrize("scenario", LATER, ids=lambda one: f"{one.wrapper}-{one.dtype}")
 def test_repeating_a_step_with_offload_gives_the_same_weights(scenario):
-    """What verl's own test promises: a state is loaded into a model that is offloaded after its first step."""
+    """As in verl's own test, load a state into a model that is offloaded after its first step."""
     for rank in run_all()[scenario]:
         loss, loss_after, loss_again, loss_after_again = rank.losses
         assert (loss, loss_after) == (loss_again, loss_after_again)
@@ -128,5 +128,5 @@ def test_fsdp1_forward_is_not_recomputed_when_it_wraps_a_checkpoint():
     model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
     with enable_activation_offloading(model, "fsdp", enable_ckpt=True, config=ALL) as handle:
         model(make_inputs()).backward()
-        assert len(calls) == 1  # the recompute begins inside of the layer
+        assert len(calls) == 1  # the recompute starts inside the layer
         assert handle.stats().d2h_bytes == LAYERS * ROW_BYTES

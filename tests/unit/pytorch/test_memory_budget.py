@@ -1,4 +1,4 @@
-"""Tests memory budgets: the same bits, a peak within the budget, and recompute only if a trial allows it."""
+"""Tests memory budgets: bitwise identical, a peak within the budget, and recompute only if a trial allows it."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def train(memory, kind, *, is_sharded):
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
     handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
     found = []
-    for step in range(18):  # gradients accumulate; the 15th is compared with the plan, and the next one with a better plan
+    for step in range(18):  # gradients accumulate; step 15 is compared with the plan, step 16 with a better plan
         loss = model(make_inputs(step, rows=512) * 1.0)
         loss.backward()
         gradients = [one.to_local() if is_sharded else one for one in copy_gradients(model)]
@@ -49,7 +49,7 @@ def train(memory, kind, *, is_sharded):
 def test_training_within_a_budget_is_bitwise_identical_with_the_planned_peak(monkeypatch, kind, mib, action, is_sharded):
     link = LinkModel(d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, duplex_bytes_per_s=1e7)  # so slow that recompute wins
     monkeypatch.setattr(budget_handle, "measure_link", lambda *_, **__: SimpleNamespace(to_model=lambda: link))
-    monkeypatch.setattr(CpuDevice, "measure_seconds", lambda *_: 1e-3)  # on a loaded machine, modules slower than this link
+    monkeypatch.setattr(CpuDevice, "measure_seconds", lambda *_: 1e-3)  # a loaded machine may be slower than this link
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found, handle = train(f"{mib}MiB", kind, is_sharded=is_sharded)

@@ -1,4 +1,4 @@
-"""Tests `fgoffload.offload` with two threads and two models, and the choice of the device."""
+"""Tests `fgoffload.offload` with two threads or two models, and the choice of the device."""
 
 import contextlib
 import copy
@@ -88,8 +88,8 @@ def test_parameters_on_the_meta_device_do_not_determine_the_engine_device():
 
 
 def test_the_engine_uses_the_accelerator_of_the_parameters_or_inputs(monkeypatch):
-    asked = []
-    monkeypatch.setattr(devices, "find_device", lambda kind, **_: asked.append(kind) or CpuDevice())
+    kinds = []
+    monkeypatch.setattr(devices, "find_device", lambda kind, **_: kinds.append(kind) or CpuDevice())
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
     on_cpu = torch.ones(1)
     on_gpu = types.SimpleNamespace(device=torch.device("cuda", 1))
@@ -97,7 +97,7 @@ def test_the_engine_uses_the_accelerator_of_the_parameters_or_inputs(monkeypatch
     for tensors in ([on_cpu, on_meta], [on_cpu, on_gpu], [on_meta, on_gpu, on_cpu], []):
         devices.make_device(None, tensors=tensors, host_memory=HostMemory.PINNED)
     devices.make_device("cuda:1", tensors=[on_cpu], host_memory=HostMemory.PINNED)
-    assert asked == ["cpu", "cuda", "cuda", "cpu", "cuda"]
+    assert kinds == ["cpu", "cuda", "cuda", "cpu", "cuda"]
 
 
 def test_two_threads_starting_at_once_create_one_engine(monkeypatch):

@@ -1,4 +1,4 @@
-"""Tests that looking into module outputs never breaks a forward or leaves hooks behind."""
+"""Tests that searching module outputs for a tensor never breaks a forward or leaves hooks behind."""
 
 import collections
 import dataclasses
@@ -73,11 +73,11 @@ def test_deep_nesting_ends_the_search_without_an_error():
     for _ in range(100_000):
         nest = [nest]
     assert find_tensor(nest) is None
-    while isinstance(nest[0], list):  # or Python drops it recursively
+    while isinstance(nest[0], list):  # otherwise Python frees it recursively
         nest = nest[0]
 
 
-class Returns(nn.Module):
+class WrapOutput(nn.Module):
     def __init__(self, wrap) -> None:
         super().__init__()
         self.wrap = wrap
@@ -96,7 +96,7 @@ def wrap_in_cycle(y: torch.Tensor) -> dict:
 class Model(nn.Module):
     def __init__(self, wrap) -> None:
         super().__init__()
-        self.part = Returns(wrap)
+        self.part = WrapOutput(wrap)
 
     def forward(self, hidden: torch.Tensor) -> object:
         self.part(hidden * 2)

@@ -1,4 +1,4 @@
-"""Tests which modules a glob matches, and the error if it matches none."""
+"""Tests the modules that a glob matches, and the error if it matches none."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_one_star_matches_within_one_part_of_a_name():
 def test_two_stars_match_any_number_of_parts():
     names = [name for name, _, _ in list_found(make_tree(), {"**.attn": "a"})]
     assert names == ["layers.0.attn", "layers.0.cross.attn", "layers.1.attn", "layers.1.cross.attn"]
-    assert list_found(make_tree(), {"**.embed": "e"}) == [("embed", "e", 0)]  # none included
+    assert list_found(make_tree(), {"**.embed": "e"}) == [("embed", "e", 0)]  # including none
 
 
 def test_the_default_tag_is_the_last_word_of_the_name():
@@ -67,7 +67,7 @@ def test_a_module_with_two_names_is_one_region():
         ("layers.*.atn", r"Did you mean 'layers\.\*\.attn'"),
         ("attn", r"Did you mean '\*\*\.attn'\?"),
         ("layer.*.mlp", r"Did you mean 'layers\.\*\.mlp'"),
-        ("layers", r"Did you mean 'layers\.\*'\?"),  # a list of modules
+        ("layers", r"Did you mean 'layers\.\*'\?"),  # a module list
         ("layer", r"Did you mean 'layers\.\*'"),
         ("blocks.3.self_attention", ""),
     ],
@@ -102,8 +102,8 @@ def test_wrapper_prefixes_are_ignored_and_the_wrapper_is_the_region():
     ]
 
 
-class Adapted(nn.Module):
-    """Has the names of PEFT's models."""
+class FakePeftModel(nn.Module):
+    """A fake PEFT model, with the same attribute names."""
 
     peft_config = None
 
@@ -113,8 +113,8 @@ class Adapted(nn.Module):
         self.prompt_encoder = nn.Linear(2, 2)
 
 
-class Tuner(nn.Module):
-    """Stands between a model of PEFT and the model itself, but for prompts."""
+class FakeTuner(nn.Module):
+    """A fake PEFT tuner, which wraps the base model except in prompt tuning."""
 
     peft_config = None
 
@@ -125,11 +125,11 @@ class Tuner(nn.Module):
 
 def test_the_peft_prefix_of_prompt_tuning_is_ignored():
     net = nn.ModuleDict({"model": make_net(layers=1)})
-    assert list_found(Adapted(net), "model.layers.*") == [("model.layers.0", "layers", 0)]
+    assert list_found(FakePeftModel(net), "model.layers.*") == [("model.layers.0", "layers", 0)]
 
 
 def test_peft_prefixes_are_ignored():
-    model = Adapted(Tuner(make_net(layers=1)))
+    model = FakePeftModel(FakeTuner(make_net(layers=1)))
     assert list_found(model, "layers.0.mlp") == [("layers.0.mlp", "mlp", 0)]
     assert list_found(model, "*") == [("prompt_encoder", "prompt_encoder", 0)]
     assert list_found(checkpoint_wrapper(model), "layers.*") == [("layers.0", "layers", 0)]

@@ -1,4 +1,4 @@
-"""Tests DDP and FSDP2 over two Gloo processes: losses and gradients bitwise identical, and no parameter offloaded."""
+"""Tests DDP and FSDP2 on two Gloo processes: losses and gradients are bitwise identical, and no parameter is offloaded."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Tests the object that replaces a module's forward: evaluation is unchanged, copies lack it, and others may wrap it."""
+"""Tests the object that replaces a module's forward: evaluation is unchanged, copies are plain, and it can be wrapped."""
 
 import copy
 import functools
@@ -30,7 +30,7 @@ def make_transformer() -> nn.Module:
 def test_evaluation_uses_the_torch_fast_path_as_without_offload(mode):
     plain, model, hidden = make_transformer(), make_transformer(), torch.randn(8, 16, 64)
     with fgoffload.offload(model, {"*": "layer", "*.self_attn": "attn", "*.linear1": "fc1"}), mode(), torch.autocast("cpu"):
-        expected, found = plain(hidden), model(hidden)  # under autocast, the fast path gives another type
+        expected, found = plain(hidden), model(hidden)  # under autocast, the fast path returns another dtype
     check_equal([expected], [found])
 
 
@@ -75,8 +75,8 @@ def test_a_model_with_its_handle_and_block_as_attributes_can_be_copied():
     net.handle.close()
 
 
-class CopiesItself(nn.Sequential):
-    """Copies its attributes one by one, as every parametrized module does."""
+class CustomDeepcopy(nn.Sequential):
+    """Copies its attributes one by one, like every parametrized module."""
 
     def __deepcopy__(self, memo):
         other = memo[id(self)] = self.__new__(self.__class__)
@@ -85,7 +85,7 @@ class CopiesItself(nn.Sequential):
 
 
 def test_a_copy_of_a_module_with_a_custom_deepcopy_is_independent():
-    model = CopiesItself(nn.Linear(64, 64))
+    model = CustomDeepcopy(nn.Linear(64, 64))
     with fgoffload.offload(model, ["0"], ALL) as handle:
         other = copy.deepcopy(model)
         with torch.no_grad():
@@ -131,11 +131,11 @@ def test_a_wrapper_around_the_replaced_forward_survives_remove_and_copies_correc
     with torch.no_grad():
         other.layers[1].mlp[0].weight.zero_()
     assert not torch.equal(other(inputs), net(inputs))
-    moved_bytes = handle.stats().d2h_bytes
+    offloaded_bytes = handle.stats().d2h_bytes
     handle.remove()
     check_equal(expected, get_gradients(net, lambda: net(inputs)))
-    assert moved_bytes > 0 == handle.stats().d2h_bytes
-    assert mlp.forward.args[0](make_inputs()).grad_fn is not None  # what was wrapped still runs
+    assert offloaded_bytes > 0 == handle.stats().d2h_bytes
+    assert mlp.forward.args[0](make_inputs()).grad_fn is not None  # the wrapped forward still runs
 
 
 def test_two_nested_handles_can_be_removed_in_either_order():
@@ -186,7 +186,7 @@ def test_a_scripted_module_can_be_a_region():
         nn.Sequential(nn.Linear(64, 64), torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))),
         make_inputs(),
     )
-    for _ in range(3):  # the first two are profiled, and run other code
+    for _ in range(3):  # the first two are profiled and run different code
         expected = get_gradients(model, lambda: model(inputs).sum())
     with fgoffload.offload(model, {"0": "plain", "1": "scripted"}, ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs).sum()))

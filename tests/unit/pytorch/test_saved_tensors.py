@@ -1,4 +1,4 @@
-"""Tests `fgoffload.saved_tensors` with backward after the block or inside."""
+"""Tests `fgoffload.saved_tensors` with backward after or inside the block."""
 
 import gc
 import threading
@@ -58,7 +58,7 @@ def test_groups_are_offloaded_when_they_reach_group_bytes():
     with block:
         hidden = x * 2
         for _ in range(5):
-            hidden = hidden.sin()  # each saves its input, a tensor of its own
+            hidden = hidden.sin()  # each saves its input, a separate tensor
         before = block.engine.finish_step()
     assert (before.d2h_bytes, before.tags["saved"].groups) == (4 * ROW_BYTES, 3)
     assert block.stats().d2h_bytes == ROW_BYTES
@@ -75,7 +75,7 @@ def test_groups_are_reloaded_ahead_of_backward():
             hidden = hidden.sin()
     hidden.sum().backward()
     stats = block.stats()
-    assert (stats.h2d_bytes, stats.prefetch_misses) == (6 * ROW_BYTES, 1)  # only the first one that backward wants is late
+    assert (stats.h2d_bytes, stats.prefetch_misses) == (6 * ROW_BYTES, 1)  # only the first group in backward is late
     block.close()
 
 
@@ -96,7 +96,7 @@ def test_a_checkpoint_inside_the_block_offloads_its_input_and_still_recomputes(u
 
     block = make_block(group_bytes=1)
     check_equal([run(torch.enable_grad())], [run(block)])
-    # The input of the cosine is the last that the block saves: a backward inside takes it before its group ends.
+    # The input of the cosine is the last save in the block. A backward inside uses it before its group ends.
     assert block.stats().d2h_bytes == (1 if is_backward_inside else 2) * ROW_BYTES
     block.close()
 
@@ -139,7 +139,7 @@ def test_a_block_created_in_the_with_statement_releases_host_memory_with_the_gra
 def raise_in(block, kind: type[BaseException]) -> None:
     with block:
         loss = make_net()(make_inputs())
-        raise kind(f"somebody's own, at {loss}")  # the graph lives until the block was left
+        raise kind(f"user error at {loss}")  # keeps the graph alive until the block exits
 
 
 def test_after_an_exception_in_a_block_no_hooks_remain_and_the_next_step_is_correct():
@@ -150,7 +150,7 @@ def test_after_an_exception_in_a_block_no_hooks_remain_and_the_next_step_is_corr
         with pytest.raises(kind):
             raise_in(block, kind)
         assert not has_hooks()
-    assert block.engine.finish_step().d2h_bytes == 0  # nobody wants it back
+    assert block.engine.finish_step().d2h_bytes == 0  # no backward uses its tensors
 
     def run() -> torch.Tensor:
         with block:
@@ -181,13 +181,13 @@ def test_a_block_can_be_nested_in_itself():
 def test_leaving_a_block_closes_only_the_group_of_the_current_thread():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=1 << 30)
-    has_entered, may_go_on = threading.Event(), threading.Event()
+    has_entered, may_continue = threading.Event(), threading.Event()
     outputs = []
 
     def run() -> None:
         with block:
             has_entered.set()
-            assert may_go_on.wait(30)
+            assert may_continue.wait(30)
             outputs.append((x * 2).sin())
 
     thread = threading.Thread(target=run)
@@ -195,7 +195,7 @@ def test_leaving_a_block_closes_only_the_group_of_the_current_thread():
         thread.start()
         assert has_entered.wait(30)
         outputs.append((x * 2).sin())
-    may_go_on.set()
+    may_continue.set()
     thread.join(30)
     assert block.stats().d2h_bytes == 2 * ROW_BYTES
     block.close()
@@ -249,5 +249,5 @@ def test_memory_does_not_grow_in_a_training_loop_inside_one_block(group_bytes):
             check_equal(expected, get_gradients(net, lambda: net(inputs)))
             groups.append(sum(type(found) is Group for found in gc.get_objects()))
             assert block.stats().tags["saved"].groups > 0
-    assert max(groups) == groups[0]  # others may go meanwhile, of tests before
+    assert max(groups) == groups[0]  # groups of earlier tests may be freed meanwhile
     assert block.engine.arena.used_bytes == 0
