@@ -1,4 +1,4 @@
-"""Tests `OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
+"""Tests `OffloadCallback` in transformers' `Trainer`: bitwise identical training, logged numbers, and cleanup."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ def callback(callback_type):
 
 
 def compare(tmp_path, callback, make_model=make_llama, **options):
-    """Train without and with `callback`, check that all bits are the same, and return the second trainer."""
+    """Check that training with `callback` is bitwise identical, and return its trainer."""
     trainers = []
     for callbacks in ((), (callback,)):
         trainer = make_trainer(make_model(), tmp_path, *callbacks, **options)
@@ -122,18 +122,18 @@ def test_the_log_has_no_wait_time_if_timing_is_disabled(callback_type, tmp_path)
 def test_the_end_of_training_restores_the_model_and_releases_host_memory(callback, tmp_path):
     model, engines = make_llama(), []
 
-    class Watch(type(callback)):
+    class RecordEngines(type(callback)):
         def on_step_end(self, *given, **others):
             super().on_step_end(*given, **others)
             engines.append(self.handle.engine)
 
-    watch = Watch(config=ALL)
-    trainer = make_trainer(model, tmp_path, watch)
+    callback = RecordEngines(config=ALL)
+    trainer = make_trainer(model, tmp_path, callback)
     trainer.train()
-    assert watch.handle is None
+    assert callback.handle is None
     assert not any({"forward", "__getstate__", "_fgoffload_handle"} & set(vars(module)) for module in model.modules())
     assert engines[0].arena.reserved_bytes == 0
-    trainer.train()  # a second training is offloaded again
+    trainer.train()  # a second training is offloaded too
     assert engines[-1] is not engines[0]
 
 
@@ -160,7 +160,7 @@ def test_restarting_with_a_smaller_batch_reuses_the_handle(callback, tmp_path, c
         handles.append(callback.handle)
         if not failed:
             failed.append(True)
-            raise RuntimeError("CUDA out of memory.")  # what accelerate looks for
+            raise RuntimeError("CUDA out of memory.")  # the message that accelerate looks for
 
     model = make_llama()
     model.model.layers[1].mlp.register_forward_pre_hook(fail_once)
@@ -187,12 +187,12 @@ def test_training_another_model_restores_the_model_whose_training_failed(callbac
 def test_selected_modules_are_offloaded_instead_of_the_layers(callback_type, tmp_path):
     tags = []
 
-    class Watch(callback_type):
+    class RecordTags(callback_type):
         def on_step_end(self, *given, **others):
             super().on_step_end(*given, **others)
             tags.append(set(self.handle.last_stats.tags))
 
-    compare(tmp_path, Watch(["model.layers.*.mlp"], ALL))
+    compare(tmp_path, RecordTags(["model.layers.*.mlp"], ALL))
     assert tags == [{"mlp"}] * 4
 
 

@@ -71,9 +71,7 @@ class SaveOnCpu(nn.Module):
 
 
 def test_recording_foreign_hooks_keeps_no_tensor_alive():
-    model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH), Wrapper(lambda inner, hidden: checkpoint(inner, hidden, use_reentrant=False))
-    )
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wrapper(lambda inner, x: checkpoint(inner, x, use_reentrant=False)))
     seen = []
     model[0].register_forward_hook(lambda module, given, output: seen.append(weakref.ref(output)))
     with fgoffload.offload(model, "*.inner", ALL):
