@@ -168,7 +168,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
-    def finish_a_read(self, data):
+    def complete_read(self, data):
         self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1))).is_done = True
 
     @precondition(lambda self: not self.blocks)
@@ -206,7 +206,7 @@ class SplittingArenaMachine(ArenaMachine):
 for machine in (ArenaMachine, SplittingArenaMachine):
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestWholeBlocks = ArenaMachine.TestCase
-TestBlocksOfSeveralParts = SplittingArenaMachine.TestCase
+TestMultiPartBlocks = SplittingArenaMachine.TestCase
 
 
 def make_split_arena(budget_units: int = 1 << 20, device: CpuDevice | None = None, *, part_units: int = 1) -> HostArena:

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.quick
 NBYTES = 32 * 32 * 4
 POLICIES = {
     "eager": TransferPolicy(window_bytes=0, prefetch_bytes=0),
-    "ahead": TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20),
-    "behind": TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES),
+    "large prefetch": TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20),
+    "large window": TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES),
 }
 ENGINES = pytest.mark.parametrize(
     "make_both",

@@ -136,7 +136,7 @@ def test_a_saved_tensor_object_that_is_still_referenced_stays_on_the_gpu():
     assert all(captured.forward is None for captured in model.layers)
 
 
-@pytest.mark.parametrize("eager_runs", [0, LAYERS], ids=["always", "when it is captured"])
+@pytest.mark.parametrize("eager_runs", [0, LAYERS], ids=["in every run", "only during capture"])
 def test_an_in_place_change_after_a_save_in_a_graph_raises(eager_runs):
     runs = itertools.count()
 
@@ -230,7 +230,7 @@ def run_step(engine, weights, inputs):
     return total
 
 
-@pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["nothing in flight", "all in flight"])
+@pytest.mark.parametrize("window_bytes", [0, 1 << 20], ids=["no window", "large window"])
 def test_replaying_a_captured_step_repeats_its_copies(window_bytes):
     policy = TransferPolicy(window_bytes=window_bytes, prefetch_bytes=1 << 10)
     engine, weights, pool = make_engine(GraphDevice(), policy=policy), make_weights(), GraphPool()

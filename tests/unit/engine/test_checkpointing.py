@@ -78,7 +78,7 @@ OFFLOADED_STORAGES = dict.fromkeys(PLACES, 1) | {
     region_in_checkpoint_in_region: 2,  # the checkpoint's input, and the exponential's output
     watched_layers: 3,  # the outputs of the hyperbolic tangents
 }
-EVERY_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+EACH_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
 def run(place, net: Net, engine: OffloadEngine | None) -> tuple[list[torch.Tensor], int, int]:
@@ -108,14 +108,14 @@ def compare(place, recompute: Callable, make_device) -> int:
 # A nested reentrant checkpoint runs without grad at first.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @KINDS
-@EVERY_PLACE
+@EACH_PLACE
 def test_nested_checkpoints_and_regions_are_bitwise_identical_without_extra_saves(place, use_reentrant):
     offloaded_bytes = compare(place, functools.partial(checkpoint, use_reentrant=use_reentrant), DelayedCpuDevice)
     assert offloaded_bytes == OFFLOADED_STORAGES[place] * NBYTES
 
 
 POLICIES = {
-    "products": lambda context, op, *args, **options: (
+    "matmuls": lambda context, op, *args, **options: (
         CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
     ),
     "nothing": lambda context, op, *args, **options: CheckpointPolicy.PREFER_RECOMPUTE,
@@ -153,12 +153,12 @@ def test_an_exception_during_recompute_leaks_no_hooks_and_no_host_memory(use_ree
     net, engine = Net(functools.partial(checkpoint, use_reentrant=use_reentrant)), make_engine(DelayedCpuDevice())
     sites = Sites(engine)
 
-    def fail_the_second_time(h: torch.Tensor) -> torch.Tensor:
+    def fail_in_recompute(h: torch.Tensor) -> torch.Tensor:
         if net.runs:
             raise ValueError("user error")
         return net.piece(h)
 
-    output = sites(lambda h: net.recompute(lambda h: sites(fail_the_second_time, h), h), sites(torch.sin, net.x * 2))
+    output = sites(lambda h: net.recompute(lambda h: sites(fail_in_recompute, h), h), sites(torch.sin, net.x * 2))
     try:
         output.sum().backward()
     except ValueError:

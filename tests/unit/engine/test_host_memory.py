@@ -74,7 +74,7 @@ LIMITS = {
     "none": ((), (), 100),
     "own group, not the root": (["0::/job"], [("v2", "", {"used": 9}), ("v2", "/job", {"limit": 10, "used": 2})], 8),
     "an ancestor": (["0::/a/b"], [("v2", "/a", {"limit": 10, "used": 1}), ("v2", "/a/b", {"limit": 50, "used": 1})], 9),
-    "others in an ancestor": (["0::/a/b"], [("v2", "/a", {"limit": 64, "used": 60}), ("v2", "/a/b", {"limit": 32})], 4),
+    "used by others in an ancestor": (["0::/a/b"], [("v2", "/a", {"limit": 64, "used": 60}), ("v2", "/a/b", {"limit": 32})], 4),
     "limit at which the kernel reclaims": (["0::/job"], [("v2", "/job", {"limit": 20, "high": 12, "used": 2})], 10),
     "unread cached files, v1": (["4:memory:/a"], [("v1", "/a", {"limit": 20, "used": 19, "cached": 15})], 16),
     "unread cached files, v2": (["0::/a"], [("v2", "/a", {"limit": 20, "used": 19, "cached": 15})], 16),

@@ -68,7 +68,7 @@ def make_storage() -> torch.Tensor:
 
 
 LAYOUTS = {
-    "a single number": lambda: make_storage()[77],
+    "a scalar": lambda: make_storage()[77],
     "one element": lambda: make_storage()[4095:],
     "expanded in the middle": lambda: make_storage()[:32].view(8, 1, 4).expand(8, 6, 4),
     "zero strides by as_strided": lambda: make_storage().as_strided((4, 5), (0, 0), 9),
@@ -105,9 +105,9 @@ KEPT = {
     "sparse": (lambda: torch.eye(8).to_sparse(), KeptReason.LAYOUT),
     "compressed rows": (lambda: torch.eye(8).to_sparse_csr(), KeptReason.LAYOUT),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(8, 8), 0.1, 0, torch.qint8), KeptReason.LAYOUT),
-    "two tensors in one": (lambda: TwoTensor(torch.ones(8, 8), torch.zeros(8, 8)), KeptReason.SUBCLASS),
+    "two-tensor subclass": (lambda: TwoTensor(torch.ones(8, 8), torch.zeros(8, 8)), KeptReason.SUBCLASS),
     "a subclass without changes": (lambda: torch.ones(8, 8).as_subclass(Named), KeptReason.SUBCLASS),
-    "on no device": (lambda: torch.empty(8, 8, device="meta"), KeptReason.OTHER_DEVICE),
+    "meta device": (lambda: torch.empty(8, 8, device="meta"), KeptReason.OTHER_DEVICE),
 }
 
 

@@ -76,7 +76,7 @@ def make_tight_engine(make_device: Callable, threads: int) -> OffloadEngine:
 
 
 @pytest.fixture
-def _switch_often():
+def _short_switch_interval():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # seconds; in the default 5 ms a whole step would run uninterrupted
     yield
@@ -125,7 +125,7 @@ def train_together(engines: list[OffloadEngine]) -> None:
         assert_same_bits(weights, found[seed])
 
 
-@pytest.mark.usefixtures("_switch_often")
+@pytest.mark.usefixtures("_short_switch_interval")
 @pytest.mark.parametrize("make_device", [SerialCopyDevice, DelayedCpuDevice])
 @pytest.mark.parametrize("is_shared", [True, False], ids=["one engine", "one engine each"])
 def test_training_on_two_threads_is_bitwise_identical_to_one_thread_without_offload(is_shared, make_device):
@@ -139,7 +139,7 @@ def test_training_on_two_threads_is_bitwise_identical_to_one_thread_without_offl
         engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
+@pytest.mark.usefixtures("_short_switch_interval")
 @DEVICES
 def test_forward_and_backward_on_two_threads_at_once_are_bitwise_identical(make_device):
     training = Training(0)
@@ -164,7 +164,7 @@ def test_forward_and_backward_on_two_threads_at_once_are_bitwise_identical(make_
     engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
+@pytest.mark.usefixtures("_short_switch_interval")
 def test_graphs_dropped_on_one_thread_while_another_trains_release_their_memory():
     engine = make_tight_engine(DelayedCpuDevice, threads=2)
     expected = Training(0).train(None)
@@ -188,7 +188,7 @@ def test_graphs_dropped_on_one_thread_while_another_trains_release_their_memory(
     engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
+@pytest.mark.usefixtures("_short_switch_interval")
 def test_repeated_exceptions_on_one_thread_do_not_change_results_on_another():
     engine = make_tight_engine(CpuDevice, threads=2)
     expected = Training(0).train(None)
@@ -198,7 +198,7 @@ def test_repeated_exceptions_on_one_thread_do_not_change_results_on_another():
         h.sin()
         raise ValueError("user error")
 
-    def raise_often() -> None:
+    def raise_repeatedly() -> None:
         x = leaf(SIZE, SIZE)
         for _ in range(100):
             sites = Sites(engine)
@@ -207,7 +207,7 @@ def test_repeated_exceptions_on_one_thread_do_not_change_results_on_another():
             except ValueError:
                 continue
 
-    run_together([lambda: found.append(Training(0).train(engine)), raise_often])
+    run_together([lambda: found.append(Training(0).train(engine)), raise_repeatedly])
     assert_same_bits(expected, found[0])
     gc.collect()
     assert engine.arena.used_bytes == 0

@@ -17,7 +17,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def keep_an_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def keep_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     model.eval()
     older = model(inputs)
     model.train()
@@ -27,7 +27,7 @@ def keep_an_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs).square().sum() + 0 * older.detach().sum() + 0 * older.sum()
 
 
-def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def change_model_between_forwards(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     model.double()
     before = model.eval()(inputs.double())
     model[1].running_mean = model[1].running_mean.clone()
@@ -36,10 +36,10 @@ def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch
     return (model.eval()(inputs.double()).square() + before.sin() * between).sum()
 
 
-def run_a_copy(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def train_a_copy(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     other = copy.deepcopy(model)
-    keep_an_older_graph(model, inputs).backward()
-    loss = keep_an_older_graph(other, inputs)
+    keep_older_graph(model, inputs).backward()
+    loss = keep_older_graph(other, inputs)
     loss.backward()
     return model(inputs).sum() * other[0].weight.grad.sum().item()
 
@@ -58,7 +58,7 @@ def swap_buffers(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (run(inputs).sin() + older).sum()
 
 
-SEQUENCES = [keep_an_older_graph, change_the_model_in_between, run_a_copy, swap_buffers]
+SEQUENCES = [keep_older_graph, change_model_between_forwards, train_a_copy, swap_buffers]
 
 
 def run(sequence, *, is_offloaded: bool, device=None) -> list[torch.Tensor]:
