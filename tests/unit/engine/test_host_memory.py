@@ -124,7 +124,7 @@ def test_a_container_reads_its_cgroup_limit_at_the_mount_point(host, group, vers
 
 
 @pytest.mark.parametrize("name", RANKS_PER_NODE_VARIABLES)
-def test_ranks_of_a_node_share_the_memory(host, name, monkeypatch):
+def test_ranks_on_a_node_share_the_host_memory(host, name, monkeypatch):
     monkeypatch.setenv(name, "8")
     assert get_default_budget_bytes(root=host.root) == int(100 * GIB * HOST_SHARE / 8)
 

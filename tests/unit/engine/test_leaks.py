@@ -177,7 +177,7 @@ def check_kind(kind: str, device: CpuDevice, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_steps_use_no_more_than_a_few(kind):
+def test_memory_does_not_grow_over_100_steps(kind):
     check_kind(kind, DelayedCpuDevice(), steps=100)
 
 
@@ -185,7 +185,7 @@ def test_a_hundred_steps_use_no_more_than_a_few(kind):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_steps_use_no_more_than_a_few(kind, make_device):
+def test_memory_does_not_grow_over_1000_steps(kind, make_device):
     check_kind(kind, make_device(), steps=1000)
 
 

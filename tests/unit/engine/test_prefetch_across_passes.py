@@ -75,7 +75,7 @@ def test_any_order_is_bitwise_identical_and_releases_all_host_memory(order):
         assert offloaded.engine.arena.used_bytes == 0
 
 
-def test_tensors_reloaded_for_a_backward_that_does_not_run_next_are_freed():
+def test_prefetched_tensors_are_freed_if_another_backward_runs_next():
     training = Training()
     training.run("F0 F1 F2 B0 B1 B2")
     _, known_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")

@@ -81,7 +81,7 @@ def test_a_save_outside_all_regions_joins_the_group_that_shares_its_storage():
 
 
 @DEVICES
-def test_held_groups_are_offloaded_at_the_flush_and_reloaded_bitwise_identical(make_device):
+def test_held_back_groups_are_offloaded_at_the_flush_and_bitwise_identical(make_device):
     x = leaf(64, 64)
     engine = make_engine(make_device())
     offloaded_bytes = []

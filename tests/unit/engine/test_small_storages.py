@@ -45,7 +45,7 @@ class SaveBoth(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_wide_first", [False, True])
-def test_a_storage_saved_as_two_dtypes_is_offloaded_if_either_save_is_large_enough(is_wide_first):
+def test_a_storage_saved_as_two_dtypes_is_offloaded_if_one_save_is_large_enough(is_wide_first):
     # 3000 bytes are enough elements as bytes, but too few as fp32.
     engine = make_engine(min_offloaded_numel=1000)
     x = leaf(4)

@@ -148,7 +148,7 @@ def test_outputs_may_be_containers_and_inputs_may_be_keywords(kind):
     assert model.marks == [1, 1]  # the marks that report the progress of backward
 
 
-def test_a_module_that_runs_twice_in_one_forward_is_two_groups():
+def test_a_module_that_runs_twice_in_one_forward_forms_two_groups():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()

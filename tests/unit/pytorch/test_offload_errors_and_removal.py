@@ -187,7 +187,7 @@ def test_the_keep_filter_and_the_minimum_size_are_respected():
     assert tags["attn"].d2h_bytes == 0
 
 
-def test_disabled_offload_replaces_nothing():
+def test_disabled_offload_does_not_change_the_model():
     net = make_net()
     config = TransferConfig(enabled=False)
     with fgoffload.offload(net, PATTERNS, config) as handle:

@@ -95,7 +95,7 @@ def test_an_in_place_change_of_a_reloaded_tensor_is_refused_at_the_next_reload()
         offloaded.reload()
 
 
-def test_a_tensor_kept_by_the_rules_is_returned_and_counted():
+def test_parameters_and_small_tensors_are_returned_and_counted():
     net = make_net()
     with fgoffload.offload(net, ["layers.*.mlp"], TransferConfig(min_offloaded_bytes=1 << 20)) as handle:
         weight, small = net.layers[0].norm.weight, torch.ones(8)

@@ -99,7 +99,7 @@ def test_a_copy_of_a_module_with_a_custom_deepcopy_is_independent():
 
 @pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"])
-def test_a_copy_of_an_offloaded_graph_module_is_a_plain_model(make_copy, is_part):
+def test_a_copy_of_an_offloaded_graph_module_is_plain(make_copy, is_part):
     traced, inputs = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64), nn.Tanh())), make_inputs()
     model = nn.Sequential(traced) if is_part else traced
     with fgoffload.offload(model, ["0"], ALL) as handle:
@@ -112,7 +112,7 @@ def test_a_copy_of_an_offloaded_graph_module_is_a_plain_model(make_copy, is_part
     assert is_plain(model)
 
 
-def test_tools_find_the_source_of_a_replaced_forward():
+def test_inspect_finds_the_source_of_a_replaced_forward():
     net = make_net()
     plain = inspect.getsource(net.forward)
     with fgoffload.offload(net, PATTERNS, ALL):

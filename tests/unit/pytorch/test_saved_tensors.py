@@ -66,7 +66,7 @@ def test_groups_are_offloaded_when_they_reach_group_bytes():
     block.close()
 
 
-def test_groups_are_reloaded_ahead_of_backward():
+def test_groups_are_prefetched_before_backward_uses_them():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=ROW_BYTES)
     with block:
