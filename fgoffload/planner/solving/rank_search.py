@@ -118,9 +118,9 @@ class RankSearch:
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)
 
     def _list_bases(self) -> Iterator[Base]:
-        """Yield treatments to begin a sweep with: none, or large offloads spread evenly over the layers if each tensor costs time.
+        """Yield treatments to begin a sweep with: none or, if each tensor costs time, large offloads in evenly spread layers.
 
-        Copies of large groups take longer than a layer. Local search would have to change several layers at once to spread them.
+        Copies of large groups take longer than a layer. To spread them, local search would have to change many layers at once.
         """
         yield {}
         if not self.rank.late.tensor_s:
