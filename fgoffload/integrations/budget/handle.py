@@ -39,7 +39,7 @@ from fgoffload.integrations.budget.trial import REST, MeasuredBlock, State, Tria
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.pytorch.devices import DeviceChoice
-from fgoffload.integrations.pytorch.forward import KeptRun, find_running
+from fgoffload.integrations.pytorch.forward import KeptRun, PlainRun, find_running, has_hooks
 from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.outputs import find_tensor, list_tensors
 from fgoffload.plan import Action, Site
@@ -76,6 +76,8 @@ class BudgetOffload(ModelOffload):
         """Plan in use. None until the second step."""
         self._planner: Planner | None = None
         self._blocks: dict[int, MeasuredBlock] = {}
+        self._shared: dict[tuple[int, str], bool] = {}
+        """Results of `_shares_offloaded` for the plan, by layer and tag."""
         self._gradient_bytes: dict[int, int] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
@@ -127,7 +129,22 @@ class BudgetOffload(ModelOffload):
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
             return super().begin_run(module, inputs, tag, layer)
         forward = find_running(self)
-        return None if forward is None else KeptRun(forward)
+        if forward is None:
+            return None
+        if self.get_engine().observers or self._shares_offloaded(layer, tag):  # a ledger counts tensors by the hooks
+            return KeptRun(forward)
+        return PlainRun() if has_hooks() else None
+
+    def _shares_offloaded(self, layer: int, tag: str) -> bool:
+        """Return whether the module saves a storage that an offloaded part of the same layer saves too."""
+        if self.planned is None:
+            return True
+        own = REST if tag == LAYER else tag
+        found = self._shared.get((layer, own))
+        if found is None:
+            shared = {one for _, tags in self.planned.blocks[layer].storages if own in tags for one in tags} - {own}
+            found = self._shared[layer, own] = any(self._find_action(layer, one) in _OFFLOADS for one in shared)
+        return found
 
     def _find_action(self, layer: int, tag: str) -> Action:
         planned = self.planned
@@ -291,6 +308,7 @@ class BudgetOffload(ModelOffload):
             logger.warning("%s offloads all its activations, since an input is larger than planned: %s", self.name, planned)
             return
         self.planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
+        self._shared.clear()
         self._policy = planner.policy
         engine.set_policy(self._policy)
         logger.info("%s", self.explain())
@@ -307,6 +325,7 @@ class BudgetOffload(ModelOffload):
             why = "exceeded the budget" if is_above else "can follow a faster plan"
             logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
             self.planned, self._planned_at, self._times_s = found, self._step, []
+            self._shared.clear()
             logger.info("%s", self.explain())
 
     def _derive_policy(self, lane: Lane) -> None:

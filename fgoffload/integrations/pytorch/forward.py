@@ -55,6 +55,12 @@ class ThreadState:
 
 
 @skip
+def has_hooks() -> bool:
+    """Return whether the innermost saved-tensor hooks are an engine's."""
+    return isinstance(_find_top_hook(), Saving)
+
+
+@skip
 def _find_top_hook() -> Any:
     hooks = find_top_hooks(True)  # noqa: FBT003 - while tracing too
     return None if hooks is None else hooks[0]
@@ -287,3 +293,24 @@ class KeptRun:
     def finish(self, output: Any) -> None:
         """End the run. Later saved tensors belong to the enclosing region."""
         self._around.restore()
+
+
+class PlainRun:
+    """Run of a module without the engine's hooks, which cost CPU time for each saved tensor.
+
+    A tensor that another module offloads too then stays on the device if this module saves it.
+    """
+
+    __slots__ = ("_popped",)
+
+    def __init__(self) -> None:
+        self._popped: list[Any] = []
+        while has_hooks():
+            self._popped.append(find_top_hooks(True))  # noqa: FBT003 - while tracing too
+            pop_hooks()
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def finish(self, output: Any) -> None:
+        """End the run. The hooks receive later saved tensors."""
+        while self._popped:
+            push_hooks(*self._popped.pop())

@@ -15,6 +15,7 @@ from fgoffload.engine import CpuDevice
 from fgoffload.integrations.budget import handle as budget_handle
 from fgoffload.integrations.budget.plans import Planner, StepReading
 from fgoffload.integrations.budget.trial import Measured, MeasuredBlock
+from fgoffload.integrations.pytorch.forward import has_hooks
 from fgoffload.plan import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.transfer_schedule import TransferPolicy
@@ -99,6 +100,25 @@ def test_a_closed_handle_cannot_be_entered():
         handle,
     ):
         pass
+
+
+class Watched(Block):
+    has_hooks = None
+
+    def forward(self, x):
+        Watched.has_hooks = has_hooks()
+        return super().forward(x)
+
+
+def test_kept_layers_run_without_hooks():
+    model = Net(layers=0)
+    model.layers.extend(Watched() for _ in range(3))
+    fgoffload.offload(model, memory="1GiB", config=ALL)
+    found = []
+    for _ in range(6):  # the CPU's ledger needs the hooks in compared steps, the first three of a plan
+        model(make_inputs() * 1.0).backward()
+        found.append(Watched.has_hooks)
+    assert found[1:] == [True, True, True, False, False]
 
 
 def test_a_plan_counts_the_cpu_time_of_each_offloaded_group_and_tensor():
