@@ -75,7 +75,7 @@ def measure(flags, tags, *, is_deterministic):
 
 @pytest.mark.parametrize("is_deterministic", [True, False], ids=["deterministic", "any"])
 @pytest.mark.parametrize("name", FILES)
-def test_each_layer_of_a_file_saves_the_bytes_of_the_formulas(name, is_deterministic):
+def test_saved_bytes_of_each_argument_file_match_the_formulas(name, is_deterministic):
     model = shrink(name, changes=LOCAL)
     expected = predict(model, is_deterministic=is_deterministic)
     assert measure(model.flags, tuple(expected), is_deterministic=is_deterministic) == expected
@@ -113,7 +113,7 @@ def measure_ranks(models, layout, tmp_path_factory):
     scope="module",
     ids=str,
 )
-def test_each_rank_saves_the_bytes_of_the_formulas_where_two_share_layers_or_experts(name, measured):
+def test_saved_bytes_match_the_formulas_on_two_ranks_that_share_layers_or_experts(name, measured):
     results, model = measured[name]
     for result in results:
         assert isinstance(result, dict), result

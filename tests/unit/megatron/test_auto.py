@@ -78,7 +78,7 @@ def static_bytes(parallel):
     return count_static(MIXED)
 
 
-def test_every_step_has_the_same_bits_and_all_but_the_first_keep_to_the_budget(baseline, static_bytes):
+def test_auto_is_bitwise_identical_and_meets_the_budget_after_the_first_step(baseline, static_bytes):
     budget_bytes = static_bytes + int(0.5 * baseline.peak_bytes[1])
     found = run(MIXED, make_auto(budget_bytes))
     assert found.bits == baseline.bits[:3]
@@ -94,7 +94,7 @@ def test_every_step_has_the_same_bits_and_all_but_the_first_keep_to_the_budget(b
         assert 0.6 * predicted_bytes <= found.peak_bytes[step] <= 1.03 * predicted_bytes
 
 
-def test_a_budget_for_everything_offloads_nothing_and_its_peak_is_predicted(baseline, static_bytes):
+def test_an_ample_budget_offloads_nothing_and_the_peak_matches_the_prediction(baseline, static_bytes):
     found = run(MIXED, make_auto(static_bytes + 2 * baseline.peak_bytes[1]))
     assert found.bits == baseline.bits[:3]
     assert found.moved == [0, 0, 0]
@@ -132,7 +132,7 @@ def choose(monkeypatch, make_actions):
         (NORMED, ("qkv_linear", "mlp_fc1", "attn_norm", "mlp_norm")),
     ],
 )
-def test_every_unit_that_a_profile_offers_recomputes_with_the_same_bits(flags, units, monkeypatch):
+def test_every_profiled_unit_recomputes_bitwise_identically(flags, units, monkeypatch):
     chosen = choose(monkeypatch, lambda layer: {unit.name: Action.RECOMPUTE for unit in layer.units if unit.name in units})
     found = run(flags, make_auto(2**40))
     assert found.bits == train(flags, steps=3)[0]
@@ -148,7 +148,7 @@ def test_a_recomputed_layer_offloads_its_input(monkeypatch):
     assert found.moved == [0, *[2 * 2 * HIDDEN_BYTES] * 2]  # layers and microbatches
 
 
-def test_larger_steps_are_planned_before_they_run(caplog):
+def test_larger_steps_are_replanned_before_they_run(caplog):
     """More microbatches are planned from the first measurement; longer sequences are measured again."""
     caplog.set_level(logging.INFO, logger=AUTO_LOGGER)
     flags = f"{MIXED} --max-position-embeddings 64"
@@ -177,7 +177,7 @@ def test_larger_steps_are_planned_before_they_run(caplog):
     ],
     ids=["below static", "too small", "recompute flags"],
 )
-def test_settings_that_auto_does_not_support_are_refused(flags, budget, error, says):
+def test_auto_rejects_unsupported_settings(flags, budget, error, says):
     flags = f"{MIXED} {flags}"
     with pytest.raises(error, match=says):
         run(flags, make_auto(budget(count_static(flags))), steps=2)
@@ -232,7 +232,7 @@ def run_counted(monkeypatch, caplog, baseline, static_bytes):
     return run_it
 
 
-def test_a_step_above_the_budget_is_planned_again(run_counted):
+def test_a_step_above_the_budget_triggers_a_new_plan(run_counted):
     found, budget_bytes, lines = run_counted([60_000, 120_000], steps=5)
     assert found.planned[1].peak_bytes + 60_000 > budget_bytes
     assert found.planned[2].peak_bytes <= budget_bytes - 60_000
@@ -243,14 +243,14 @@ def test_a_step_above_the_budget_is_planned_again(run_counted):
     assert f"{format_bytes(above_bytes)} above the budget" in lines[0][1]
 
 
-def test_after_three_plans_the_last_one_is_kept_with_a_warning(run_counted):
+def test_the_third_plan_is_kept_with_a_warning(run_counted):
     found, _, lines = run_counted([60_000, 120_000, 180_000, 240_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
     assert "after 3 plans: keeping the last one. Lower the budget by that much." in lines[2][1]
 
 
-def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monkeypatch):
+def test_all_processes_replan_if_one_exceeds_the_budget(run_counted, monkeypatch):
     gathered = []
 
     def gather(own):
@@ -265,7 +265,7 @@ def test_all_processes_plan_again_when_one_is_above_the_budget(run_counted, monk
     assert len(lines) == 1
 
 
-def test_an_error_of_the_planner_reaches_all_processes(monkeypatch):
+def test_a_planner_error_is_raised_on_all_processes(monkeypatch):
     def solve(models, **options):
         raise ValueError("bounds cross")
 
@@ -325,7 +325,7 @@ def test_the_faster_of_two_plans_is_kept(run_beside_host, second_s, stays):
     assert line.endswith(f"keeping the {stays} plan")
 
 
-def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_beside_host, monkeypatch):
+def test_remeasuring_keeps_the_larger_temporary_bytes(run_beside_host, monkeypatch):
     profiles, real_solve = [], solver.solve
 
     def grow(own, take=auto.AutoOffload._take_measurement):
@@ -360,7 +360,7 @@ def test_a_second_measurement_keeps_the_larger_temporary_bytes_of_the_first(run_
     ],
     ids=["above the budget", "no plan"],
 )
-def test_a_second_plan_that_cannot_be_used_leaves_the_first(run_beside_host, options, says):
+def test_an_unusable_second_plan_is_discarded_for_the_first(run_beside_host, options, says):
     found, lines = run_beside_host(steps=9, **options)
     assert found.planned[7] is found.planned[8] is found.planned[1]
     assert len(lines) == 1

@@ -18,7 +18,7 @@ class FullMemory:
 
 
 @pytest.mark.usefixtures("parallel")
-def test_allocated_bytes_above_the_budget_end_the_first_step_before_a_forward(monkeypatch):
+def test_static_memory_above_the_budget_fails_before_the_first_forward(monkeypatch):
     monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: FullMemory())
     config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=BUDGET_BYTES)
     with make_trainer(DENSE, config) as trainer:

@@ -10,7 +10,7 @@ from fgoffload.integrations.megatron.adapter import site_actions
 
 
 @pytest.mark.usefixtures("parallel")
-def test_a_rank_keeps_as_many_bytes_of_a_step_whatever_the_number_of_microbatches(monkeypatch):
+def test_bytes_kept_per_step_do_not_depend_on_the_number_of_microbatches(monkeypatch):
     # One process that is told to be the second pipeline rank.
     monkeypatch.setattr(site_actions, "load_module", lambda name: SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 1))
     flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")

@@ -58,7 +58,7 @@ def expected(parallel):
 
 
 @pytest.mark.parametrize("tags", [("mlp_norm",), ("attn_norm", "mlp_norm")], ids=" ".join)
-def test_the_input_of_a_norm_that_runs_again_is_gone_after_forward_where_it_leaves(tags, expected, tmp_path):
+def test_the_offloaded_input_of_a_recomputed_norm_is_freed_after_forward(tags, expected, tmp_path):
     plan = {(layer, tag): Action.RECOMPUTE_AND_OFFLOAD for layer in range(2) for tag in tags}
     config = make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan))
     found, stats, gone = train_and_look(MIXED, config)
@@ -129,7 +129,7 @@ def run_checkpoint(function):
 @pytest.mark.parametrize(
     ("function", "was_gone", "is_gone"), [(Saved0161, False, True), (SavedSince, True, True), (SavesMore, False, False)]
 )
-def test_in_each_version_inputs_can_be_freed_and_unknown_saves_are_left_alone(function, was_gone, is_gone):
+def test_checkpoint_inputs_can_be_freed_in_each_version_unless_saves_are_unknown(function, was_gone, is_gone):
     mended = type("Mended", (function,), {"forward": staticmethod(functools.partial(save_inputs, function.forward))})
     expected, found_before = run_checkpoint(function)
     found, found_after = run_checkpoint(mended)
@@ -157,7 +157,7 @@ def make_offload(*, recomputes):
     ],
     ids=["a plan", "no plan", "FP8", "FP8 elsewhere", "several together"],
 )
-def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
+def test_checkpoints_in_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     offload = make_offload(recomputes=recomputes)
@@ -171,7 +171,7 @@ def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_o
 
 
 @pytest.mark.parametrize("where", ["below a checkpoint", "without gradients", "in a CUDA graph's warm-up"])
-def test_elsewhere_megatrons_own_checkpoint_runs(where, monkeypatch):
+def test_megatrons_own_checkpoint_runs_outside_plain_training(where, monkeypatch):
     offload, checkpoints = make_offload(recomputes=True), []
 
     def run_below(hidden):

@@ -102,7 +102,7 @@ def given_back(monkeypatch):
     ],
     ids=str,
 )
-def test_nothing_is_copied_and_bits_are_the_same(name, actions, count, compute_expected, given_back, tmp_path):
+def test_recomputed_outputs_are_not_copied_and_results_are_bitwise_identical(name, actions, count, compute_expected, given_back, tmp_path):
     expected = compute_expected(name)
     with make_planned_trainer(name, actions, tmp_path) as trainer:
         assert get_bits(trainer.run_step()) == expected
@@ -154,12 +154,12 @@ def go_on_after_errors(mlp, run):
 
 
 @pytest.mark.parametrize("train", [go_back_in_reverse, go_on_after_errors])
-def test_forwards_in_flight_and_forwards_that_fail_do_not_mix(train, tmp_path):
+def test_concurrent_and_failed_forwards_do_not_interfere(train, tmp_path):
     found, expected = (train_apart(actions, tmp_path, train) for actions in ({"dispatch": R}, {}))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_are_refused(tmp_path):
+def test_in_place_changes_before_a_recomputed_permutation_raise(tmp_path):
     def change(mlp, _):
         hidden = torch.ones(32, 2, 32).requires_grad_() * 1.0
         output = mlp(hidden)[0]
@@ -184,7 +184,7 @@ def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_
         ("grouped", "mlp.experts", "_make_fused_impl", None),
     ],
 )
-def test_tokens_that_other_ranks_sent_or_something_changed_are_not_permuted_again(name, owner, field, value, monkeypatch):
+def test_dispatch_is_not_recomputed_for_received_or_modified_tokens(name, owner, field, value, monkeypatch):
     with stand_ins(name), make_trainer(FLAGS[name], None) as trainer:
         layer = trainer.chunks[0].decoder.layers[0]
         assert ("dispatch" in find_units(layer)) == (name == "grouped")

@@ -13,14 +13,14 @@ def make_tensors(count: int) -> dict[str, torch.Tensor]:
     return {f"parameter {index}": torch.randn(count - index, 1000, generator=generator) for index in range(count)}
 
 
-def test_each_name_has_the_digest_of_its_own_tensor_in_order():
+def test_digests_keep_the_order_and_names_of_their_tensors():
     tensors = make_tensors(40)
     digests = digest_tensors(tensors)
     assert list(digests) == list(tensors)
     assert digests == {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors.items()}
 
 
-def test_one_bit_of_one_tensor_changes_its_digest_alone():
+def test_flipping_one_bit_changes_only_that_tensors_digest():
     tensors = make_tensors(5)
     before = digest_tensors(tensors)
     tensors["parameter 3"].view(torch.int32)[1, 7] ^= 1
@@ -28,7 +28,7 @@ def test_one_bit_of_one_tensor_changes_its_digest_alone():
     assert [name for name in tensors if before[name] != after[name]] == ["parameter 3"]
 
 
-def test_the_sign_of_zero_counts_and_strides_do_not():
+def test_digests_depend_on_the_sign_of_zero_but_not_on_strides():
     assert digest_tensor(torch.tensor([0.0])) != digest_tensor(torch.tensor([-0.0]))
     square = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
     assert digest_tensor(square.t()) == digest_tensor(square.t().contiguous()) != digest_tensor(square)

@@ -42,7 +42,7 @@ def get_choices(experts):
         ({"fp8": "hybrid", "offload_expert_fc1": True}, [], (False, False)),
     ],
 )
-def test_linears_save_one_tensor_where_that_takes_no_more_bytes(options, offloaded, expected):
+def test_grouped_linears_save_their_input_if_that_saves_no_more_bytes(options, offloaded, expected):
     experts = build_experts(**options)
     before = get_choices(experts)
     with Patches() as patches:
@@ -51,7 +51,7 @@ def test_linears_save_one_tensor_where_that_takes_no_more_bytes(options, offload
     assert get_choices(experts) == (before if "fp8" not in options else (False, False))
 
 
-def test_recomputed_quantized_experts_save_the_whole_input_that_they_asked_for():
+def test_recomputed_quantized_experts_keep_their_own_choice_of_saved_input():
     experts = build_experts(fp8="hybrid")
     experts.linear_fc2.save_original_input = True
     with Patches() as patches:
@@ -59,7 +59,7 @@ def test_recomputed_quantized_experts_save_the_whole_input_that_they_asked_for()
         assert experts.linear_fc2.save_original_input is True
 
 
-def test_the_sites_of_a_layer_choose_it():
+def test_adding_the_sites_of_a_layer_chooses_the_saved_inputs():
     experts = build_experts(offload_expert_fc1=True)
     layer = types.SimpleNamespace(mlp=types.SimpleNamespace(experts=experts))
     with Patches() as patches:

@@ -30,7 +30,7 @@ FULL_BLOCK = f"{FLAGS} {FULL} block", INPUT, [(layer, *INPUT) for layer in (0, 2
         pytest.param(*FULL_BLOCK, marks=RECOMPUTES_DEPTHS),
     ],
 )
-def test_each_layer_of_each_depth_has_sites_of_its_own(flags, tags, sites):
+def test_every_layer_of_each_mtp_depth_has_its_own_sites(flags, tags, sites):
     with hybrid_models(PATTERN):
         expected, _ = train(flags)
         with make_trainer(flags, make_config(*tags)) as trainer:
@@ -40,7 +40,7 @@ def test_each_layer_of_each_depth_has_sites_of_its_own(flags, tags, sites):
 
 
 @RECOMPUTES_DEPTHS
-def test_the_checkpoint_of_a_depth_moves_the_hidden_states_and_the_embeddings():
+def test_checkpointed_mtp_depths_offload_hidden_states_and_embeddings():
     with hybrid_models(PATTERN):
         _, moved = train(f"{FLAGS} {FULL} uniform", make_config("layer_input", min_offloaded_tensor_size=HIDDEN_BYTES // 4))
     assert moved == {"layer_input": (2 + 2 * 2) * HIDDEN_BYTES * 2}  # two layers, two depths, and microbatches

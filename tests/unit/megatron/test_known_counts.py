@@ -48,7 +48,7 @@ def make_plan(tmp_path, unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, moved, tmp_path):
+def test_recompute_reuses_the_token_counts_of_its_forward(unit, moved, tmp_path):
     expected, _ = train(ALLTOALL)
     results, _ = train(ALLTOALL, make_plan(tmp_path, unit))
     assert results == expected
@@ -60,7 +60,7 @@ def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, mov
     assert all(torch.equal(given, own) for is_known, given, own in moved if is_known)
 
 
-def test_forwards_whose_recompute_comes_later_keep_their_own():
+def test_each_forward_keeps_its_own_counts_until_its_recompute():
     counts = known_counts.KnownCounts()
     move = functools.partial(counts._move, lambda tensor: tensor if tensor is None else tensor.clone())
     first, second = (counts._reuse_counts(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
@@ -70,7 +70,7 @@ def test_forwards_whose_recompute_comes_later_keep_their_own():
     assert all(own is known for (own, _), (known, _) in zip(again, (*before, before[1]), strict=True))
 
 
-def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
+def test_a_recompute_that_requests_more_counts_than_its_forward_raises():
     counts = known_counts.KnownCounts()
     asked = [torch.tensor(1)]
     move = functools.partial(counts._move, lambda tensor: tensor)
@@ -81,7 +81,7 @@ def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
         function()
 
 
-def test_the_host_waits_for_no_event_in_a_recompute_and_for_one_in_forward(monkeypatch, tmp_path):
+def test_the_host_synchronizes_in_forward_but_not_in_recompute(monkeypatch, tmp_path):
     waited = []
     with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
         dispatcher = load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher
@@ -93,7 +93,7 @@ def test_the_host_waits_for_no_event_in_a_recompute_and_for_one_in_forward(monke
 
 
 @pytest.mark.parametrize("when", ["as it comes", "later"])
-def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_counts_come(monkeypatch, when):
+def test_a_recompute_that_routes_differently_raises_once_its_counts_arrive(monkeypatch, when):
     counts = known_counts.KnownCounts()
     first, again, event = torch.tensor([3, 5]), torch.tensor([4, 4]), Event()
     if when == "later":

@@ -67,7 +67,7 @@ def list_left(caplog):
     ],
 )
 @pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
-def test_losses_and_gradients_are_those_of_the_same_graphs_without_offload(monkeypatch, modules, tags, delays):
+def test_graphed_training_with_offload_is_bitwise_identical_to_without(monkeypatch, modules, tags, delays):
     expected, _ = train(monkeypatch, modules)
     found, moved = train(monkeypatch, modules, make_config(*tags, delay_offload_until_cuda_graph=delays))
     assert found == expected
@@ -75,14 +75,14 @@ def test_losses_and_gradients_are_those_of_the_same_graphs_without_offload(monke
     assert moved[tags[0]].d2h_bytes > 0
 
 
-def test_a_fraction_and_a_replay_are_of_the_same_layer(monkeypatch, caplog):
+def test_an_offload_fraction_selects_the_same_layer_in_replay(monkeypatch, caplog):
     offload = make_config("expert_fc1", activation_offload_fraction=0.4)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
     assert list_left(caplog) == [f"layers.0.expert_fc1 mb={number}" for number in range(MICROBATCHES)]
 
 
-def test_delayed_groups_leave_behind_the_next_graph_and_the_last_ones_stay(monkeypatch, caplog):
+def test_delayed_groups_are_offloaded_after_the_next_graph_and_the_last_are_kept(monkeypatch, caplog):
     offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
@@ -93,7 +93,7 @@ def test_delayed_groups_leave_behind_the_next_graph_and_the_last_ones_stay(monke
     assert stats.recalled_bytes > stats.d2h_bytes / (LAYERS - 1)  # the last layer's bytes are among them
 
 
-def test_delayed_groups_leave_when_the_next_graph_is_launched_and_not_later(monkeypatch, caplog):
+def test_delayed_groups_are_offloaded_as_soon_as_the_next_graph_is_launched(monkeypatch, caplog):
     offload, left = make_config("expert_fc1", delay_offload_until_cuda_graph=True), []
     flags = f"{FLAGS} --moe-token-dispatcher-type alltoall"  # which has no wait that groups are held for
     with (
@@ -115,7 +115,7 @@ def test_the_last_groups_are_offloaded_at_the_end_of_forward_if_another_stage_fo
     assert len(list_left(caplog)) == LAYERS * MICROBATCHES
 
 
-def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypatch):
+def test_graph_outputs_are_kept_from_the_first_replay_on(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
         offload = training.trainer.integration
         layer, output = training.trainer.chunks[0].decoder.layers[0], torch.ones(64)
@@ -123,7 +123,7 @@ def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypat
         assert offload.engine.registry.find_reason_to_keep(output) is KeptReason.REFERENCED
 
 
-def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):
+def test_the_forward_of_a_layer_under_capture_starts_no_microbatch(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
         graphs, offload = load_module(GRAPHS), training.trainer.integration
         layer = training.trainer.chunks[0].decoder.layers[0]
@@ -137,7 +137,7 @@ def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):
         assert offload.microbatches_begun == {}
 
 
-def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monkeypatch):
+def test_the_engine_is_notified_of_the_step_that_a_full_iteration_graph_captures(monkeypatch):
     wrapper_class = load_module("megatron.core.full_cuda_graph").FullCudaGraphWrapper
     seen = []
     monkeypatch.setattr(wrapper_class, "__call__", lambda self, **kwargs: seen.append(offload.engine._captures_step))
@@ -154,7 +154,7 @@ def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monk
     assert seen == [False, False, True, False, False]
 
 
-def test_a_graph_is_not_replayed_without_the_engine_that_it_was_captured_with(monkeypatch):
+def test_replaying_a_graph_after_removing_its_engine_raises(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("core_attn")) as training:
         training.trainer.integration.remove()
         with pytest.raises(StateError, match="captured with activation offload, which was removed since"):

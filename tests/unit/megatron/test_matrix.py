@@ -47,7 +47,7 @@ def text() -> TextData:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_one_process_computes_the_same_bits(name, text):
+def test_training_with_offload_is_bitwise_identical_in_one_process(name, text):
     without, with_offload = (train(training, text=text) for training in ROWS[name].list_trainings())
     check_row(ROWS[name], [without], [with_offload])
     assert all(without.losses)
@@ -56,7 +56,7 @@ def test_one_process_computes_the_same_bits(name, text):
         assert [len(losses) for losses in without.losses] == [1, 2, 4, 4]
 
 
-def test_sequences_packed_into_one_do_not_see_each_other(text):
+def test_packed_sequences_do_not_attend_to_each_other(text):
     arguments = parse_arguments(f"{DENSE} --packed-sequences".split(), source="test")
     assert find_packed_bounds(32) == [0, 16, 24, 32]
     tokens = torch.arange(32)[None]

@@ -23,7 +23,7 @@ MOE = f"{DENSE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
 MOE_TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
 
 
-def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left():
+def test_resident_bytes_after_forward_drop_by_exactly_the_offloaded_bytes():
     resident, moved, held = [], 0, 0
     for offload in (None, make_config(*MOE_TAGS, min_offloaded_tensor_size=0)):
         with make_trainer(MOE, offload) as trainer:
@@ -50,7 +50,7 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left():
 
 
 @pytest.mark.quick
-def test_microbatches_may_become_more_and_fewer_from_step_to_step():
+def test_the_number_of_microbatches_may_change_between_steps():
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
         bits, moved = [], []
         with make_trainer(MOE, offload) as trainer:
@@ -68,7 +68,7 @@ def test_microbatches_may_become_more_and_fewer_from_step_to_step():
     assert 2 * moved[2] == 3 * moved[0]
 
 
-def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path):
+def test_a_plan_with_an_unknown_site_is_rejected_after_the_first_step(tmp_path):
     path = tmp_path / "plan.json"
     sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=9, tag="core_attn"))
     path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
@@ -80,7 +80,7 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
     assert str(caught.value).startswith(f"--offload-plan {path}: The plan contains ")
 
 
-def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
+def test_remove_restores_every_symbol_and_applying_twice_raises():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, CheckpointWithoutOutputFunction
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -105,7 +105,7 @@ def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
     megatron.remove(offload)  # does no harm
 
 
-def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right():
+def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_correct():
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     def fail(module, args):
@@ -131,7 +131,7 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right():
     assert [(r.losses, r.gradient_digests) for r in results] == expected
 
 
-def test_a_users_own_site_with_a_tag_of_their_own_moves():
+def test_a_user_defined_site_with_its_own_tag_is_offloaded():
     config = make_config("loss_head", tags=default_tags().with_tag(Tag(name="loss_head", saves="the final hidden states")))
     offload = megatron.apply(config)
     try:

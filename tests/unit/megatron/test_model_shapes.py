@@ -53,7 +53,7 @@ LEARNED = "--position-embedding-type learned_absolute"
         ("--num-experts 8 --moe-layer-freq ([0]*2+[1]*6)", {"moe_layers": (False,) * 2 + (True,) * 6}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_model(flags, expected):
+def test_flags_set_model_fields(flags, expected):
     model = read_shape(flags)
     assert {name: getattr(model, name) for name in expected} == expected
 
@@ -82,7 +82,7 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-4", {"router": RouterShape()}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_experts(flags, expected):
+def test_flags_set_expert_fields(flags, expected):
     experts = read_shape(flags, base=MIXTURE).experts
     assert {name: getattr(experts, name) for name in expected} == expected
 
@@ -103,7 +103,7 @@ def test_a_flag_sets_a_field_of_the_experts(flags, expected):
         ("--num-experts 8 --ep 4 --pp 2 --cp 2", {"expert_parallel_size": 4, "data_parallel_size": 2, "world_size": 8}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
+def test_flags_set_parallelism_fields(flags, expected):
     parallelism = read_ranks(flags)
     assert {name: getattr(parallelism, name) for name in expected} == expected
 
@@ -138,7 +138,7 @@ def test_every_flag_of_megatrons_parser_is_known():
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_impossible_flags_are_refused(flags):
+def test_invalid_flags_are_rejected(flags):
     with pytest.raises(ConfigError, match=REFUSED[flags]):
         read(flags)
 
@@ -151,7 +151,7 @@ def test_impossible_flags_are_refused(flags):
         ("--ffn-hidden-size", "--no-swiglu --num-experts 4", "--moe-ffn-hidden-size is missing"),
     ],
 )
-def test_a_missing_flag_is_asked_for(left_out, added, message):
+def test_missing_flags_are_named(left_out, added, message):
     with pytest.raises(ConfigError, match=message):
         read(added, base=leave_out(left_out))
 
@@ -167,7 +167,7 @@ def test_a_missing_flag_is_asked_for(left_out, added, message):
         ("--seq-length 129 --cp 2", "file.sh and the command line: --seq-length 129"),
     ],
 )
-def test_impossible_typed_flags_are_refused(typed, message):
+def test_invalid_command_line_flags_are_rejected(typed, message):
     with pytest.raises(ConfigError, match=message):
         read(typed=typed.split(), own_flags=["--json"])
 
@@ -196,13 +196,13 @@ def test_impossible_typed_flags_are_refused(typed, message):
         ("--attention-backend fused --transformer-impl transformer_engine --pp 2 --global-batch-size 16", MIXTURE, []),
     ],
 )
-def test_flags_that_a_plan_ignores_are_warned_of_once(flags, base, warnings, caplog):
+def test_flags_that_a_plan_ignores_are_reported_once(flags, base, warnings, caplog):
     read(flags, base=base)
     assert len(caplog.records) == len(warnings)
     assert all(said in record.message for said, record in zip(warnings, caplog.records, strict=True))
 
 
-def test_a_file_sets_the_number_of_gpus(tmp_path):
+def test_an_argument_file_sets_the_number_of_gpus(tmp_path):
     path = tmp_path / "mine.sh"
     path.write_text(f"NUM_GPUS=${{GPUS:-4}}\nMODEL_ARGS=( {DENSE} )\n")
     model, parallelism = read_model_file(path)
@@ -222,7 +222,7 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_the_defaults_are_those_of_megatrons_config(field):
+def test_defaults_match_megatrons_config(field):
     module = pytest.importorskip("megatron.core.transformer.transformer_config")
     # That of latent attention has another default for the norm, which Megatron-LM's flag overrides.
     configs = (module.MLATransformerConfig, module.TransformerConfig)

@@ -41,7 +41,7 @@ def read_from_elsewhere(flags, **fields):
         ("--tp 2 --etp 1 --no-sequence-parallel", {}, "--tensor-model-parallel-size 2 without --sequence-parallel"),
     ],
 )
-def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields, message):
+def test_flags_that_contradict_a_hugging_face_config_are_rejected(flags, fields, message):
     with pytest.raises(ConfigError, match=message):
         read_from_elsewhere(flags, **fields)
 
@@ -58,7 +58,7 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],
 )
-def test_a_model_from_elsewhere_has_sequence_parallel_ranks(flags, fields, warnings, caplog):
+def test_sequence_parallel_is_assumed_for_a_hugging_face_config(flags, fields, warnings, caplog):
     _, ranks = read_from_elsewhere(f"{flags} --global-batch-size 4", **fields)
     assert ranks.has_sequence_parallel
     assert [record.message for record in caplog.records] == warnings

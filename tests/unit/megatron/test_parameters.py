@@ -191,7 +191,7 @@ def check_ranks(model, parallelism, ranks=2):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rank_has_the_parameters_that_megatron_builds(name):
+def test_parameters_per_rank_match_the_models_that_megatron_builds(name):
     model = MODELS[name]
     check_ranks(model, Parallelism(), ranks=1)
     for virtual_size in (None, 2):
@@ -200,7 +200,7 @@ def test_a_rank_has_the_parameters_that_megatron_builds(name):
         check_ranks(model, Parallelism(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=4))
 
 
-def test_a_stage_of_further_tokens_alone_has_the_parameters_that_megatron_builds():
+def test_parameters_of_an_mtp_only_stage_match_megatron():
     parallelism = Parallelism(pipeline_parallel_size=2, pipeline_layout="Etttt|mL", microbatches=4)
     check_ranks(dataclasses.replace(DENSE, mtp_num_layers=1), parallelism)
 
@@ -213,7 +213,7 @@ def test_a_stage_of_further_tokens_alone_has_the_parameters_that_megatron_builds
     ],
     ids=str,
 )
-def test_a_rank_of_the_experts_has_the_parameters_that_megatron_builds(name, sizes):
+def test_expert_parameters_per_rank_match_megatron(name, sizes):
     model, (tensor, experts, expert_tensor) = MODELS[name], sizes
     parallelism = Parallelism(
         tensor_parallel_size=tensor,

@@ -40,7 +40,7 @@ class Halves(torch.nn.Module):
 
 @pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and_after(is_copied, is_removed):
+def test_partial_recompute_survives_copies_and_removal_bitwise(is_copied, is_removed):
     def run(*, recomputes):
         module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
         with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
@@ -59,7 +59,7 @@ def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and
     assert_same_bits(run(recomputes=True), run(recomputes=False))
 
 
-def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
+def test_a_forward_that_does_not_call_the_submodule_raises():
     class Skips(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,7 +88,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     ],
     ids=str,
 )
-def test_a_layer_has_the_first_parts_that_hand_on_nothing_else(fields, units):
+def test_layers_offer_partial_recomputes_only_where_one_tensor_is_passed_on(fields, units):
     # Experts one by one are no grouped experts.
     with make_trainer(MIXED, None) as trainer:
         layers = trainer.chunks[0].decoder.layers

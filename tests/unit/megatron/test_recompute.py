@@ -97,7 +97,7 @@ def compute_expected(parallel):
         for plan in plans
     ],
 )
-def test_every_pair_of_neighbouring_choices_computes_the_same_bits(name, plan, compute_expected, tmp_path):
+def test_every_pair_of_adjacent_actions_is_bitwise_identical(name, plan, compute_expected, tmp_path):
     rows = dict(list_rows(plan))
     with MODELS[name].stand_ins():
         found, moved = train_with_plan(MODELS[name].flags, rows, tmp_path)
@@ -116,13 +116,13 @@ def moves(plan: Plan, tag: str) -> bool:
     return any(not plan.get((layer, NORM_BEFORE.get(tag, "")), K).recomputes for layer in offloaded)
 
 
-def test_the_plans_have_every_pair_of_neighbouring_choices():
+def test_the_plans_cover_every_pair_of_adjacent_actions():
     for name, model in MODELS.items():
         assert find_missing(list_pairs(model.layers), PLANS[name]) == []
 
 
 @torch.compiler.set_stance("force_eager")  # the compiler takes longer than the test
-def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons_flags_change(tmp_path):
+def test_recomputing_plain_op_norms_is_bitwise_identical_unlike_megatrons_flags(tmp_path):
     plan = {(layer, unit): R for layer in range(2) for unit in ("attn_norm", "mlp_norm", "core_attn")}
     expected = train(MOE, steps=1)[0]
     assert train_with_plan(MOE, plan, tmp_path)[0] == expected
@@ -130,7 +130,7 @@ def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons
 
 
 @pytest.mark.parametrize(("unit", "dispatcher"), [("layer", "allgather"), ("moe", "alltoall")])
-def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monkeypatch, tmp_path):
+def test_recompute_inputs_are_freed_after_backward(unit, dispatcher, monkeypatch, tmp_path):
     # Its gradient goes with it. Dispatchers hold the probabilities of their last forward, and so all that these came from.
     leaves, detach = [], checkpoints.detach_variable
 
@@ -161,7 +161,7 @@ def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monk
     ],
     ids=str,
 )
-def test_settings_that_a_layer_does_not_support_are_refused_by_name(plan, message, tmp_path):
+def test_plans_that_a_layer_does_not_support_are_rejected_by_site(plan, message, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
     with (
@@ -171,7 +171,7 @@ def test_settings_that_a_layer_does_not_support_are_refused_by_name(plan, messag
         trainer.run_step()
 
 
-def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_together(tmp_path):
+def test_recompute_in_a_plan_conflicts_with_megatrons_recompute_flags(tmp_path):
     path = write_plan(tmp_path / "plan.json", {(0, "attn_norm"): R})
     with (
         make_trainer(f"{MIXED} {SELECTIVE} core_attn", make_config(offload_plan=path)) as trainer,
@@ -180,7 +180,7 @@ def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_togeth
         trainer.run_step()
 
 
-def test_recomputed_modules_run_twice_until_offload_is_removed(tmp_path):
+def test_recomputed_modules_run_twice_only_until_offload_is_removed(tmp_path):
     path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "shared_expert"): R, (1, "attn_norm"): R})
     calls = []
     with make_trainer(SHARED, make_config(offload_plan=path)) as trainer:

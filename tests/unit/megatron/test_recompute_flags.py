@@ -63,14 +63,14 @@ def find_unmoved(flags, tags):
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_selective_recompute_of_a_module_and_all_tags_that_it_allows(module, caplog):
+def test_selective_recompute_works_with_every_compatible_tag(module, caplog):
     unmoved = find_unmoved(make_flags(module), list_allowed(module))
     # The linears save the norms' output alone, and what is recomputed for them is not theirs to move: that is said.
     assert unmoved == ({"qkv_linear", "mlp_fc1"} if module == "layernorm" else set())
     assert caplog.text.count("its storage belongs to a recompute, which empties and refills it") == len(unmoved)
 
 
-def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
+def test_selective_recompute_of_several_modules_works_with_every_compatible_tag():
     modules = ("layernorm", "core_attn", "mlp", "shared_experts")
     tags = list_allowed(*modules)
     assert tags == ["attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"]
@@ -86,12 +86,12 @@ def test_all_modules_that_recompute_together_and_all_tags_that_they_allow():
         ("block --recompute-num-layers 1", ["layer_input", *(tag for tag in MIXED_TAGS if tag not in MLP_TAGS)]),
     ],
 )
-def test_full_recompute_and_its_layers_inputs(method, tags):
+def test_full_recompute_works_with_offloaded_layer_inputs(method, tags):
     assert find_unmoved(f"{MIXED} {FULL} {method}", tags) == set()
 
 
 @pytest.mark.parametrize(("module", "tag"), REFUSED)
-def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_built(module, tag):
+def test_tags_of_recomputed_tensors_are_rejected_at_argument_parsing(module, tag):
     with pytest.raises(ConfigError) as refused:
         parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
     assert (

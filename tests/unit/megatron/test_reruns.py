@@ -128,7 +128,7 @@ def run(function, *shapes, mode, use=multiply, change=lambda output: output, loo
         (drop_some, [(6, 16)], multiply),
     ],
 )
-def test_recompute_has_the_bits_of_the_baseline(function, shapes, use, mode, copied):
+def test_recompute_is_bitwise_identical_to_the_baseline(function, shapes, use, mode, copied):
     expected = run(function, *shapes, mode=BASELINE, use=use)
     assert_same_bits(run(function, *shapes, mode=mode, use=use), expected)
     # An emptied output is filled by a copy. A detached one has no storage that could be filled.
@@ -137,7 +137,7 @@ def test_recompute_has_the_bits_of_the_baseline(function, shapes, use, mode, cop
 
 @pytest.mark.parametrize("mode", [REFILLED, DETACHED])
 @pytest.mark.parametrize("has_run", [False, True])
-def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
+def test_dropping_the_graph_frees_everything_immediately(has_run, mode):
     gc.collect()
     with without_the_cyclic_collector():
         made = []
@@ -165,7 +165,7 @@ def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
         assert alive() is None
 
 
-def test_a_forward_that_raises_holds_nothing():
+def test_a_forward_that_raises_keeps_no_memory():
     open_reruns = OpenReruns()
     with without_the_cyclic_collector():
         rerun, output = begin(normalize, leaf(6, 16) * 1)
@@ -183,7 +183,7 @@ def test_a_forward_that_raises_holds_nothing():
 @pytest.mark.parametrize(
     "change", [lambda output: output.mul_(1.5), lambda output: output.index_fill_(0, torch.tensor([1]), 2)]
 )
-def test_an_output_that_is_changed_in_place_before_its_use_stays(change, copied):
+def test_an_output_changed_in_place_before_use_is_kept(change, copied):
     sizes = []
     expected = run(normalize, (6, 16), mode=BASELINE, change=change)
     found = run(
@@ -197,7 +197,7 @@ def test_an_output_that_is_changed_in_place_before_its_use_stays(change, copied)
     assert (sizes, copied) == ([OUTPUT_BYTES], [])
 
 
-def test_an_output_that_is_changed_in_place_after_its_use_has_the_gradients_of_its_use():
+def test_changing_an_output_in_place_after_use_does_not_change_gradients():
     def use(output, weight):
         product = output @ weight
         output.mul_(2)
@@ -216,7 +216,7 @@ def test_a_reference_to_a_detached_output_sees_a_copy(copied):
 
 @pytest.mark.parametrize("mode", [REFILLED, DETACHED])
 @pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by the first tensor that backward takes"])
-def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_run, mode):
+def test_every_backward_of_a_graph_recomputes_even_after_an_exception(calls_run, mode):
     hidden, weight, runs = leaf(6, 16), leaf(16, 4), []
 
     def fail_once(given):
@@ -264,13 +264,13 @@ def make_unlike(*functions):
     ],
     ids=["number", "shape", "type", "changed in place"],
 )
-def test_a_function_that_cannot_be_recomputed_is_refused(function, message, mode):
+def test_functions_that_recompute_differently_raise(function, message, mode):
     with pytest.raises(StateError, match=message):
         run(function(), (6, 16), mode=mode)
 
 
 @pytest.mark.parametrize("which", ["input", "weight of the function", "weight of the use"])
-def test_a_tensor_that_was_changed_in_place_is_refused(which):
+def test_in_place_changes_of_saved_tensors_raise(which):
     tensors = {
         "input": leaf(6, 16) * 1,
         "weight of the function": torch.nn.Parameter(torch.ones(16)),

@@ -52,7 +52,7 @@ DENSE_SHAPE = LayerShape(**ATTENTION, ffn_hidden_size=28)
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_dense_mlps_and_shared_experts_save_the_bytes_of_the_formulas(is_fused):
+def test_saved_bytes_of_dense_mlps_and_shared_experts_match_the_formulas(is_fused):
     fusion = "" if is_fused else "--no-bias-swiglu-fusion"
     expected = count_tag_bytes(dataclasses.replace(DENSE_SHAPE, has_fused_activation=is_fused))
     found = measure(f"{DENSE} {fusion}", "mlp_act", "mlp_fc2", is_deterministic=True)
@@ -100,7 +100,7 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["fused", "unfused", "clamped"])
-def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_recomputes_bitwise(dtype, kind):
+def test_grouped_expert_activations_match_the_formula_and_recompute_bitwise(dtype, kind):
     options = {"is_fused": kind != "unfused", "is_clamped": kind == "clamped"}
     offset = [2] if kind == "clamped" else []  # the gate's linear offset, a tensor of one number
     experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype.itemsize))

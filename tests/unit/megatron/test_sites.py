@@ -55,7 +55,7 @@ def test_losses_and_gradients_are_bitwise_identical(flags, tags):
 
 
 @pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
-def test_full_recompute_moves_the_input_of_each_layer_that_it_keeps(method, layers):
+def test_full_recompute_offloads_the_checkpointed_layer_inputs(method, layers):
     flags = f"{DENSE} --recompute-granularity full --recompute-method {method} --recompute-num-layers 1".replace(
         "--position-embedding-type rope", "--position-embedding-type learned_absolute"
     )
@@ -71,20 +71,20 @@ def test_a_layer_input_without_full_recompute_has_no_site():
         trainer.run_step()
 
 
-def test_combine_moves_the_experts_output_where_unpermute_saves_it():
+def test_combine_offloads_the_expert_output_that_unpermute_saves():
     # Among deterministic algorithms that is index_add, which keeps what it adds.
     _, moved = train(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096))
     assert moved == {"moe_combine": 2 * HIDDEN_BYTES * 2 * 2}  # top-2, layers and microbatches
 
 
-def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(caplog):
+def test_combine_warns_if_unpermute_saves_only_an_index(caplog):
     with make_trainer(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096)) as trainer:
         torch.use_deterministic_algorithms(mode=False)
         trainer.run_step()
     assert "--offload-modules moe_combine offloaded nothing in the first step" in caplog.text
 
 
-def test_a_fraction_is_of_all_sites_of_a_chunk_the_layers_of_multi_token_prediction_among_them():
+def test_an_offload_fraction_includes_multi_token_prediction_layers():
     config = make_config("core_attn", activation_offload_fraction=0.7)
     with make_trainer(f"{MIXED} --mtp-num-layers 1", config) as trainer:
         trainer.run_step()

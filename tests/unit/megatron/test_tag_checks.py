@@ -34,7 +34,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
     ],
 )
-def test_tags_that_save_nothing_are_refused(tag, values, says):
+def test_tags_that_save_nothing_are_rejected(tag, values, says):
     with pytest.raises(ConfigError, match=says):
         check_tags(OffloadConfig(offload_modules=(tag,)), values)
 
@@ -58,11 +58,11 @@ def test_tags_that_save_nothing_are_refused(tag, values, says):
         ("expert_fc1", {"num_layers": 2, "use_checkpoint_args": True}),
     ],
 )
-def test_tags_that_save_something_are_not_refused(tag, values):
+def test_tags_that_save_something_are_accepted(tag, values):
     check_tags(OffloadConfig(offload_modules=(tag,)), values)
 
 
-def test_a_plan_may_let_whole_layers_run_again_and_take_their_input(tmp_path):
+def test_a_plan_may_recompute_whole_layers_and_offload_their_inputs(tmp_path):
     path = tmp_path / "plan.json"
     actions = {Site(chunk=0, layer=0, tag="layer"): Action.RECOMPUTE, Site(chunk=0, layer=0, tag="layer_input"): Action.OFFLOAD}
     path.write_text(OffloadPlan(actions=actions).to_json())
@@ -70,14 +70,14 @@ def test_a_plan_may_let_whole_layers_run_again_and_take_their_input(tmp_path):
 
 
 @pytest.mark.parametrize(("flags", "tag"), [(DENSE, "router"), (MOE, "mlp_fc2"), (MIXED, "layer_input")])
-def test_a_training_is_refused_before_it_is_built(flags, tag):
+def test_tags_without_effect_are_rejected_at_argument_parsing(flags, tag):
     words = f"{flags} --fine-grained-activation-offloading --offload-modules {tag}".split()
     with pytest.raises(ConfigError, match=f"--offload-modules '{tag}'"):
         parse_arguments(words, source="test", world_size=1)
 
 
 @pytest.mark.parametrize(("what", "says"), [("plan", "use a plan without recompute"), ("auto", "measures one layer at a time")])
-def test_overlapped_experts_take_no_plan_that_recomputes_and_no_auto(what, says):
+def test_expert_overlap_rejects_auto_and_plans_that_recompute(what, says):
     config = types.SimpleNamespace(overlap_moe_expert_parallel_comm=True, cpu_offloading=False, recompute_granularity=None)
     actions = types.SimpleNamespace(recomputes=what == "plan", plan=None)
     offload = types.SimpleNamespace(measurement=object() if what == "auto" else None, actions=actions)

@@ -39,7 +39,7 @@ def make_trainer(flags: str, text: TextData) -> contextlib.closing[Trainer]:
 # What a step computes.
 
 
-def test_the_gradients_of_a_step_are_its_own() -> None:
+def test_gradients_do_not_accumulate_across_steps() -> None:
     # A text with room for one sequence: every microbatch of every step is the same, and no weight moves.
     only_one = TextData(bytes(range(33)), name="one sequence")
     with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), only_one) as trainer:
@@ -65,7 +65,7 @@ def test_gradients_are_means_over_microbatches_and_tokens() -> None:
     assert max(gradient.abs().max().item() for gradient in gradients[0]) > 1e-3
 
 
-def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData) -> None:
+def test_the_optimizer_matches_adamw_on_the_accumulated_gradients(text: TextData) -> None:
     with make_trainer(DENSE, text) as trainer:
         parameters = [parameter.detach().clone().requires_grad_() for parameter in trainer.parameters()]
         trainer.run_step()
@@ -81,7 +81,7 @@ def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData)
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: int) -> None:
+def test_context_parallel_ranks_get_the_same_tokens_as_in_megatron(size: int) -> None:
     tokens = torch.arange(64)[None]
     cut = load_module("megatron.core.utils").get_batch_on_this_cp_rank
     taken = []
@@ -126,6 +126,6 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
         ("--seq-length 34 --context-parallel-size 2", 2, r"--seq-length 34 is not a multiple of 4, the number .* Use 32\."),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:
+def test_incompatible_sizes_are_rejected(flags: str, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"x\.sh: .*{message}"):
         parse(f"{MOE} {flags}", world_size=world_size)

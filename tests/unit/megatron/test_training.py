@@ -13,13 +13,13 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 
 @pytest.mark.parametrize("flags", [DENSE, MOE, f"{MOE} --bf16"], ids=["dense", "moe", "moe-bf16"])
-def test_two_trainers_with_the_same_seed_compute_the_same_bits(flags):
+def test_trainers_with_the_same_seed_are_bitwise_identical(flags):
     first = train(flags)
     torch.rand(5)  # random state from before must not matter
     assert first == train(flags) != train(f"{flags} --seed 7")
 
 
-def test_close_puts_everything_back():
+def test_close_restores_the_environment():
     def look():
         symbols = torch.zeros, torch.cuda.current_device, torch.are_deterministic_algorithms_enabled()
         return symbols, {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
@@ -44,7 +44,7 @@ def test_close_puts_everything_back():
         ),
     ],
 )
-def test_flags_that_the_trainer_does_not_support_are_refused(flags, message):
+def test_flags_that_the_trainer_does_not_support_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=message):
         make_trainer(flags, None)
 
@@ -65,7 +65,7 @@ def alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pipeline_of_two_processes_computes_the_bits_of_one(layout, alone):
+def test_two_pipeline_stages_are_bitwise_identical_to_one_process(layout, alone):
     stages = run_pipeline([*UNTIED_FLAGS.split(), *LAYOUTS[layout].split()], processes=2)
     assert stages[0].losses == [[], []]
     assert stages[1].losses == alone.losses

@@ -18,7 +18,7 @@ ARGUMENTS = BENCHMARKS.parents[1] / "arguments"
 
 @pytest.mark.filterwarnings("ignore:Using a large number of experts")  # Megatron's, of GPT-OSS
 @pytest.mark.parametrize("path", sorted(ARGUMENTS.glob("*.sh")), ids=lambda path: path.stem)
-def test_the_facts_of_each_argument_file_are_those_of_its_config(path):
+def test_training_facts_of_each_argument_file_match_its_config(path):
     flags = read_argument_file(path, variables={})
     # Fused permutation has to be installed where a config is made, and changes no fact.
     arguments = parse_arguments(flags, source=path.name, typed=("--no-moe-permute-fusion",))
@@ -31,7 +31,7 @@ def test_the_facts_of_each_argument_file_are_those_of_its_config(path):
 
 
 @pytest.mark.parametrize("recipe", ["blockwise", enum.Enum("Recipe", {"BLOCKWISE": "blockwise"}).BLOCKWISE])
-def test_the_recipe_of_fp8_is_a_fact_by_its_name_and_only_with_fp8(recipe):
+def test_the_fp8_recipe_is_recorded_by_name_and_only_with_fp8(recipe):
     # A config of it needs Transformer Engine.
     for flags, expected in ((), "none"), (("--fp8-recipe", "blockwise"), "none"), (("--fp8-format", "e4m3"), "delayed"):
         assert list_facts(*read_model_file(ARGUMENTS / "w2_moe.sh", typed=flags))[FP8_RECIPE] == expected

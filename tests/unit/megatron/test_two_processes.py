@@ -72,25 +72,25 @@ def pipelines() -> Results:
 
 
 @pytest.mark.parametrize("name", PIPELINE_ROWS)
-def test_two_stages_compute_the_same_bits(name, pipelines):
+def test_two_pipeline_stages_are_bitwise_identical_with_offload(name, pipelines):
     check_row(PIPELINE_ROWS[name], *pipelines[name])
 
 
 @pytest.mark.parametrize("name", ["interleaved", "balance"])
-def test_a_stage_that_has_seen_a_step_reloads_the_first_groups_of_each_backward_before_it_begins(name, pipelines):
+def test_from_the_second_step_on_reloads_start_before_each_backward(name, pipelines):
     unknown, known = pipelines[name][1][0].prefetch_misses
     assert unknown > known == 0
 
 
 @pytest.mark.parametrize("name", PARALLEL_ROWS)
-def test_two_ranks_of_a_layer_compute_the_same_bits(name, parallel):
+def test_two_ranks_that_share_layers_are_bitwise_identical_with_offload(name, parallel):
     check_row(PARALLEL_ROWS[name], *parallel[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("group", "processes"), [(SLOW_ROWS, 2), (FOUR_PROCESSES, 4)], ids=["two", "four"])
-def test_more_layouts_compute_the_same_bits(group, processes):
+def test_more_layouts_are_bitwise_identical_with_offload(group, processes):
     for name, results in run_all(list_rows(group), processes=processes).items():
         check_row(group[name], *results)
 
@@ -104,7 +104,7 @@ def find_equal(ranks: list[StageResult]) -> set[str]:
     return {name for name in steps[0][0] if all(first[name] == second[name] for first, second in steps)}
 
 
-def test_ranks_agree_on_the_gradients_that_they_share_alone(parallel):
+def test_only_gradients_of_shared_parameters_agree_across_ranks(parallel):
     first, second = parallel["data_parallel"][0]
     assert first.losses[0] != second.losses[0]
     assert [len(losses) for losses in first.losses] == [2, 2]  # half of the global batch
@@ -152,7 +152,7 @@ def check_bits(results: list[list[StageResult]]) -> None:
     assert all(variant == expected for variant in variants)
 
 
-def test_each_pipeline_rank_offloads_less_than_the_one_before(pipelines):
+def test_each_pipeline_rank_offloads_less_than_the_previous_one(pipelines):
     check_bits(pipelines["balance"])
     _, alike, less = pipelines["balance"]
     first, second = (
@@ -164,7 +164,7 @@ def test_each_pipeline_rank_offloads_less_than_the_one_before(pipelines):
 
 
 @pytest.mark.slow
-def test_processes_plan_together_within_a_budget():
+def test_auto_plans_across_processes_and_is_bitwise_identical():
     trainings = {name: list_variants(f"{flags} {AUTO}", steps=3) for name, flags in BUDGETS.items()}
     for results in run_all(trainings, processes=2).values():
         check_bits(results)

@@ -32,7 +32,7 @@ NOT_WATCHED = ("attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "e
     + [(MOE, tag) for tag in NOT_WATCHED]
     + [(SHARED, "router"), (SHARED, "shared_expert")],
 )
-def test_no_op_holds_what_leaves_because_nothing_watches_it(model, tag):
+def test_layers_without_sites_keep_no_reference_to_offloaded_tensors(model, tag):
     """What another op saved as well would still be there when it comes back, and be counted so."""
     with make_trainer(model, make_config(tag)) as trainer:
         trainer.run_step()

@@ -63,7 +63,7 @@ def replace_inner(wrapper, value, patch):
         pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=BY_MASK),
     ],
 )
-def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wait, caplog):
+def test_groups_that_end_before_a_wait_are_offloaded_right_after_it_in_order(flags, wait, caplog):
     happened = record_step(flags, caplog, wait)
     experts = ["moe_act"] * 4
     attention = ["qkv_linear", "core_attn", "attn_proj", "attn_norm"]  # as their groups end
@@ -77,7 +77,7 @@ def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wa
 
 
 @SORTED
-def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog):
+def test_no_group_is_held_back_if_the_dispatcher_does_not_wait(caplog):
     with (
         make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer,
         caplog.at_level(logging.DEBUG),
@@ -90,7 +90,7 @@ def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog
     assert offloaded < lines.index("mlp")
 
 
-def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypatch):
+def test_groups_are_held_back_until_the_last_of_two_waits(monkeypatch):
     dispatcher, happened = load_module(DISPATCHERS).MoEFlexTokenDispatcher, []
     for method in ("dispatch_preprocess", "dispatch_postprocess"):
         monkeypatch.setattr(dispatcher, method, lambda self, method=method: happened.append(method))
@@ -103,7 +103,7 @@ def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypa
     assert happened == ["dispatch_preprocess", "dispatch_postprocess", "flush"]
 
 
-def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():
+def test_the_step_after_an_exception_with_held_groups_is_correct():
     expected, _ = train(MOE)
     with make_trainer(MOE, make_config(*ATTENTION_TAGS, *EXPERT_TAGS)) as trainer:
         state = torch.get_rng_state()
@@ -160,7 +160,7 @@ PADDED = f"{MOE} {ALLTOALL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-in
     ],
     ids=["dense", "dense, no wait", "padded experts", "experts", "experts, no wait"],
 )
-def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_and_never_for_copies(
+def test_stage_exchanges_wait_for_their_stream_only_if_no_layer_waits(
     flags, batch_p2p_sync, expected, monkeypatch
 ):
     exchange = Exchange(monkeypatch, batch_p2p_sync=batch_p2p_sync)
@@ -172,7 +172,7 @@ def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_an
 
 
 @pytest.mark.parametrize("comes_and_goes", list(itertools.product([False, True], repeat=4)))
-def test_stages_exchange_shapes_as_by_megatron(comes_and_goes, monkeypatch):
+def test_stages_exchange_the_same_shapes_as_in_megatron(comes_and_goes, monkeypatch):
     happened = []
 
     def exchange(operations):
@@ -212,7 +212,7 @@ class Pages:
 @pytest.mark.parametrize(
     ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
 )
-def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(as_numpy, is_copying, dtype):
+def test_counts_bypass_the_copy_engine_only_during_offload_copies(as_numpy, is_copying, dtype):
     pages, moved = Pages(), []
 
     def original(tensor, as_numpy, record_stream):
@@ -231,7 +231,7 @@ def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_
 
 
 @pytest.mark.parametrize("positions", [16, 32])
-def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(positions, monkeypatch):
+def test_packed_sequence_lengths_are_read_once_and_rotary_results_are_unchanged(positions, monkeypatch):
     module = load_module("megatron.core.models.common.embeddings.rope_utils")
     bounds = torch.tensor([0, 16, 24, 32], dtype=torch.int32)
     heads, angles = torch.randn(32, 2, 8), torch.randn(positions, 1, 1, 8)
@@ -248,7 +248,7 @@ def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(pos
 
 
 @pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
-def test_a_loss_that_is_not_finite_is_refused_as_without_offload(loss, is_refused):
+def test_non_finite_losses_are_rejected_as_without_offload(loss, is_refused):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
     refusal = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
