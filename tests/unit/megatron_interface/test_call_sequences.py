@@ -58,7 +58,7 @@ def test_gradients_are_bitwise_identical_and_exact_bytes_are_offloaded(tags, imp
     assert not has_hooks()
 
 
-def test_a_site_that_a_checkpoint_runs_in_place_of_has_no_group():
+def test_a_site_replaced_by_a_checkpoint_has_no_group():
     # Core attention under recompute: its object is made, and never entered or ended.
     tags = ("qkv_linear", "core_attn", "attn_proj")
     with with_offload(*tags, recomputes_core=True) as training:
@@ -71,7 +71,7 @@ def test_a_site_that_a_checkpoint_runs_in_place_of_has_no_group():
 
 
 @pytest.mark.parametrize("recomputes_qkv", [False, True], ids=["saved", "run-again"])
-def test_a_gated_delta_product_is_one_group_that_ends_behind_its_kernel(recomputes_qkv, caplog):
+def test_a_gated_delta_product_is_one_group_that_ends_after_its_kernel(recomputes_qkv, caplog):
     options = {"kind": "DeltaLayer", "recomputes_qkv": recomputes_qkv}
     with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         found = [gradient for _ in range(2) for gradient in training.step()]
@@ -89,7 +89,7 @@ def test_a_gated_delta_product_is_one_group_that_ends_behind_its_kernel(recomput
     assert not has_hooks()
 
 
-def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input():
+def test_the_context_manager_keeps_no_reference_to_its_input():
     with with_offload("attn_norm") as training:
         training.layers.off_interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
         hidden = torch.ones(64, requires_grad=True) * 2
@@ -103,14 +103,14 @@ def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input()
         assert manager.group_offload(doubled) is doubled
 
 
-def test_a_site_that_is_off_has_no_group_though_its_tag_is_selected():
+def test_a_disabled_site_has_no_group_even_if_its_tag_is_selected():
     with with_offload("core_attn") as training:
         training.models[0].eval()  # with gradients: core attention is off then, by its own flag
         training.forward().square().sum().backward()
         assert training.offload.engine.finish_step().tags == {}
 
 
-def test_each_object_ends_the_group_that_it_began(caplog):
+def test_each_context_manager_ends_its_own_group(caplog):
     # As two microbatches that run in turns would, each with the norm of one layer open.
     with with_offload("mlp_norm") as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         interface = training.layers.off_interface
@@ -137,7 +137,7 @@ def test_group_offload_returns_its_arguments_unchanged():
             assert given[0].untyped_storage().nbytes() == 8  # released by who holds it, never by force
 
 
-def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_marked_stay():
+def test_tensors_marked_by_megatron_or_transformer_engine_are_not_offloaded():
     with with_offload("attn_norm", "mlp_norm") as training:
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -159,7 +159,7 @@ def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_mark
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
-def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
+def test_ignored_settings_of_megatrons_config_are_reported(caplog):
     with with_offload("core_attn"), caplog.at_level(logging.WARNING):
         make = load_module("megatron.core.transformer.transformer_config").TransformerConfig
         sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "min_offloaded_tensor_size": 7}
@@ -177,7 +177,7 @@ def test_an_empty_plan_is_described_as_no_tags(caplog):
     assert caplog.messages[0].endswith("has no effect, because offload was applied with no tags.")
 
 
-def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
+def test_megatrons_limit_of_offloads_in_flight_is_respected():
     with with_offload("core_attn") as training:
         training.models[0].settings["max_inflight_offloads"] = 2
         training.step()

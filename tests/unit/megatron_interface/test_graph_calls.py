@@ -27,7 +27,7 @@ def test_no_tensor_is_offloaded_between_disable_and_enable(caplog):
         assert len(list_departures(caplog)) == 3 * LAYERS
 
 
-def test_a_group_that_was_open_when_offload_was_disabled_stays():
+def test_a_group_open_while_offload_is_disabled_is_kept():
     with with_offload("attn_norm") as training:
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -44,7 +44,7 @@ def test_a_group_that_was_open_when_offload_was_disabled_stays():
     assert torch.equal(leaf.grad, torch.ones(64).exp())
 
 
-def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_ends(caplog):
+def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(caplog):
     with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
         for layer in training.models[0].layers:
@@ -64,7 +64,7 @@ def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_en
         assert len(list_departures(caplog)) == 3 * LAYERS  # the replay is over
 
 
-def test_flushes_between_layers_let_those_before_leave(caplog):
+def test_flushing_between_layers_offloads_the_groups_of_earlier_layers(caplog):
     with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
         departed = []
@@ -84,7 +84,7 @@ def test_flushes_between_layers_let_those_before_leave(caplog):
     assert departed == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
 
 
-def test_delayed_groups_leave_at_once_outside_of_a_replay(caplog):
+def test_delayed_groups_are_offloaded_immediately_outside_a_replay(caplog):
     with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True
