@@ -64,7 +64,7 @@ def transforms(x, context):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
 @pytest.mark.parametrize("step", [write_logits, noise, transforms])
-def test_gradients_are_those_of_plain_torch(step):
+def test_gradients_match_plain_torch(step):
     def run(context):
         x = torch.linspace(-1, 1, N * N, device="cuda").view(N, N).requires_grad_()
         step(x, context).backward()
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_plain_torch(step):
     block.close()
 
 
-def test_a_gradient_that_is_scaled_in_place_changes_no_buffer():
+def test_scaling_a_gradient_in_place_does_not_change_buffers():
     weight, buffer = nn.Parameter(torch.ones(N, N, device="cuda")), torch.ones(N, N, device="cuda")
     block = fgoffload.saved_tensors(ALL, group_bytes=1)
     with block:

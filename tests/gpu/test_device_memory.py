@@ -22,7 +22,7 @@ def take(tensors):
     kept.clear()
 
 
-def test_the_peak_is_counted_without_beginning_anew(memory):
+def test_counting_the_peak_does_not_reset_it(memory):
     start_bytes = memory.count_allocated()
     take(3)
     assert memory.count_peak() == start_bytes + 3 * NBYTES
@@ -31,7 +31,7 @@ def test_the_peak_is_counted_without_beginning_anew(memory):
     assert memory.count_allocated() == start_bytes
 
 
-def test_a_reading_begins_anew_and_taking_the_peak_forgets_all_of_them(memory):
+def test_reading_resets_the_current_peak_and_take_peak_resets_the_overall_peak(memory):
     start_bytes = memory.count_allocated()
     take(3)
     assert memory.read().peak_bytes == start_bytes + 3 * NBYTES

@@ -46,14 +46,14 @@ def test_each_hazard_has_a_scenario():
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
-def test_with_all_waits_the_bits_are_the_same(hazard):
+def test_results_are_bitwise_identical_with_all_waits(hazard):
     assert is_right(hazard)
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
-def test_without_its_wait_the_bits_differ(hazard):
+def test_results_differ_without_the_wait(hazard):
     assert not all(is_right(hazard, left_out=hazard, late_ms=late_ms) for late_ms in LATE_MS)
 
 
-def test_a_storage_that_has_left_and_is_saved_again_on_another_stream_is_read_before_its_memory_goes():
+def test_memory_is_freed_only_after_reads_by_a_second_save_on_another_stream():
     assert is_right(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)

@@ -34,7 +34,7 @@ def device() -> AcceleratorDevice:
     return device
 
 
-def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(device):
+def test_resident_memory_grows_by_the_reserved_bytes_without_rounding(device):
     arena = HostArena(device, budget=2 * GIB)
     before = read_resident_bytes()
     blocks = [arena.find_block(size_bytes) for size_bytes in (257 * MIB, 300 * MIB + 1, 513 * MIB)]
@@ -47,7 +47,7 @@ def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(devi
     assert read_resident_bytes() - before < SLACK_BYTES
 
 
-def test_shapes_that_change_reuse_what_is_locked(device):
+def test_changing_shapes_reuse_pinned_memory(device):
     arena = HostArena(device, budget=GIB)
     whole = arena.find_block(200 * MIB)
     del whole
@@ -98,7 +98,7 @@ def read_late(device):
     return arena, target, block.place.last_read
 
 
-def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
+def test_a_block_with_a_pending_read_is_returned_with_its_event(device):
     arena, target, read = read_late(device)
     again = arena.find_block(64 * MIB)
     assert again.reads_to_wait_for == (read,)
@@ -111,20 +111,20 @@ def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
     arena.close()
 
 
-def test_closing_waits_for_a_copy_that_still_reads(device):
+def test_close_waits_for_pending_reads(device):
     arena, target, _ = read_late(device)
     arena.close()
     assert bool((target == 7).all())
 
 
-def test_memory_that_nobody_has_is_one_clear_error(device):
+def test_allocating_more_than_the_host_has_raises_a_state_error(device):
     with pytest.raises(StateError, match="--offload-host-budget"):
         device.allocate_host(1 << 55)
     torch.cuda.synchronize()  # the error did not stay behind
     assert torch.ones(2, device="cuda").sum().item() == 2
 
 
-def test_pageable_memory_is_not_locked():
+def test_pageable_memory_is_not_pinned():
     slab = AcceleratorDevice(host_memory=HostMemory.PAGEABLE).allocate_host(MIB)
     assert not is_locked(slab.buffer)
     slab.close()

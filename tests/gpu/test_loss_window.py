@@ -31,7 +31,7 @@ def run_step(engine: OffloadEngine | None, weights: list[torch.nn.Parameter], wi
     return allocated
 
 
-def test_groups_beyond_the_loss_window_are_freed_before_the_loss_however_far_ahead_the_host_is():
+def test_groups_beyond_the_loss_window_are_freed_before_the_loss():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     run_step(None, weights, None)
     expected = take_gradients(weights)

@@ -356,19 +356,19 @@ def measure_files(tmp_path_factory):
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula(name, measured):
+def test_saved_bytes_per_tag_match_the_formulas(name, measured):
     compare(name, measured)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", FP8_TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
+def test_saved_bytes_per_tag_match_the_formulas_in_fp8(name, measured_in_fp8):
     compare(name, measured_in_fp8)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", DENSE_TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula_where_ranks_do_not_share_the_sequence(name, measured_whole):
+def test_saved_bytes_per_tag_match_the_formulas_without_sequence_parallelism(name, measured_whole):
     compare(name, measured_whole)
 
 
@@ -380,7 +380,7 @@ def name_run(run):
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(("run", "name"), [pytest.param(run, name, id=f"{name_run(run)}-{name}") for run, name in FILE_RUNS])
-def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(run, name, measure_files):
+def test_saved_bytes_per_tag_match_the_formulas_for_argument_files(run, name, measure_files):
     if name == "deepseek_v2_lite" and not is_installed("0.19"):
         pytest.skip("megatron-core before 0.19 has no norm of a whole query, which the formulas count")
     measured = measure_files(*run)

@@ -121,7 +121,7 @@ def find_held():
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_are_captured_and_compute_the_bits_of_eager_steps(name):
+def test_captured_graphs_are_bitwise_identical_to_eager_steps(name):
     model, flags, expected_launches = GRAPHS[name]
     expected, no_launches = train(model)
     found, launches = train(f"{model} {flags}")
@@ -131,7 +131,7 @@ def test_graphs_are_captured_and_compute_the_bits_of_eager_steps(name):
 
 
 @pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
-def test_a_second_trainer_of_the_process_captures_its_own_graphs_and_computes_the_same(flags):
+def test_a_second_trainer_captures_its_own_graphs_with_identical_results(flags):
     (first, launches), (second, again) = (train(" ".join(flags)) for _ in range(2))
     assert first == second
     assert launches == again > 0
@@ -145,7 +145,7 @@ def offload_flags(tags, *, delays=False):
 
 
 @pytest.mark.parametrize(("name", "tags", "delays"), OFFLOADS)
-def test_offload_beside_and_inside_of_graphs_changes_no_bit(name, tags, delays):
+def test_offload_outside_and_inside_graphs_is_bitwise_identical(name, tags, delays):
     model, flags, expected_launches = GRAPHS[name]
     expected, _ = train(f"{model} {flags}")
     trainer = make_trainer(f"{model} {flags} {offload_flags(tags, delays=delays)}")
@@ -161,7 +161,7 @@ def test_offload_beside_and_inside_of_graphs_changes_no_bit(name, tags, delays):
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
-def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with(name):
+def test_replaying_graphs_after_removing_their_engine_raises(name):
     model, flags, _ = GRAPHS[name]
     trainer = make_trainer(f"{model} {flags} {offload_flags(INSIDE)}")
     try:
@@ -174,7 +174,7 @@ def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with
         trainer.close()
 
 
-def test_trainers_with_and_without_graphs_take_turns():
+def test_trainers_with_and_without_graphs_can_alternate():
     model, flags, launches = GRAPHS["preprocess"]
     whole_model, whole_flags, _ = GRAPHS["dense step"]
     found = [train(one)[1] for one in (f"{model} {flags}", model, f"{whole_model} {whole_flags}", f"{model} {flags}", model)]
@@ -182,7 +182,7 @@ def test_trainers_with_and_without_graphs_take_turns():
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
-def test_evaluation_between_replays_changes_no_bit(name):
+def test_evaluation_between_replays_does_not_change_training(name):
     model, flags, _ = GRAPHS[name]
     expected, _ = train(f"{model} {flags}")
     trainer = make_trainer(f"{model} {flags}")
@@ -198,7 +198,7 @@ def test_evaluation_between_replays_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
-def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
+def test_closing_the_trainer_frees_all_graph_memory(flags):
     _, earlier_pools = find_held()  # of other tests in this process
     train(" ".join(flags))  # what libraries take once for all trainings
     allocated_bytes, _ = find_held()

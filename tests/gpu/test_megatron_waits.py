@@ -18,7 +18,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 @pytest.mark.parametrize("write", [write_to_host, HostPages().write], ids=["alone", "in pages"])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("shape", [(), (0,), (16,), (3, 5)])
-def test_what_a_kernel_writes_is_the_same(write, dtype, shape):
+def test_host_writes_match_the_device_tensor(write, dtype, shape):
     tensor = torch.randint(-5, 1 << 30, shape, dtype=dtype, device="cuda")
     written = write(tensor)
     torch.cuda.synchronize()
@@ -28,14 +28,14 @@ def test_what_a_kernel_writes_is_the_same(write, dtype, shape):
 
 
 @pytest.mark.parametrize("write", [write_to_host, HostPages().write], ids=["alone", "in pages"])
-def test_strided_tensors_are_written_in_their_order(write):
+def test_strided_tensors_are_written_in_logical_order(write):
     tensor = torch.arange(12, device="cuda").view(3, 4).t()
     written = write(tensor)
     torch.cuda.synchronize()
     assert torch.equal(written, tensor.cpu())
 
 
-def test_pages_give_each_tensor_a_piece_of_its_own_and_larger_ones_a_page():
+def test_pages_pack_small_tensors_without_overlap():
     pages = HostPages()
     tensors = [torch.randint(0, 1 << 30, (3000 + 500 * number,), device="cuda") for number in range(20)]
     tensors += [torch.randint(0, 1 << 30, (17,), device="cuda") for _ in range(2000)]
@@ -45,7 +45,7 @@ def test_pages_give_each_tensor_a_piece_of_its_own_and_larger_ones_a_page():
     assert len({own.untyped_storage().data_ptr() for own in written}) < 40  # of 2020
 
 
-def test_a_page_that_kernels_still_write_is_nobody_elses():
+def test_a_page_with_pending_writes_is_not_reused():
     pages, late = HostPages(), torch.cuda.Stream()
     first = torch.full((8192,), 7, device="cuda")
     torch.cuda.synchronize()
@@ -78,7 +78,7 @@ def measure_seconds(move, counts, busy):
     return seconds, was_busy
 
 
-def test_a_kernel_does_not_wait_behind_a_big_copy_and_the_copy_engine_does(busy):
+def test_kernel_writes_do_not_wait_behind_a_large_copy(busy):
     counts = torch.arange(16, device="cuda")
     for move in (write_to_host, lambda tensor: tensor.to("cpu", non_blocking=True)):
         measure_seconds(move, counts, busy)  # the first calls load kernels and pin memory
@@ -104,7 +104,7 @@ def exchange(communicator, computed):
     return was_computed, was_copied
 
 
-def test_an_exchange_between_stages_waits_for_compute_and_not_for_copies(monkeypatch):
+def test_stage_exchanges_wait_for_compute_but_not_for_copies(monkeypatch):
     module = load_module("megatron.core.pipeline_parallel.p2p_communication")
     config = load_module("megatron.core.model_parallel_config").ModelParallelConfig()
     communicator = object.__new__(module.P2PCommunicator)
@@ -158,7 +158,7 @@ def check_goes_around(act, busy):
     return expected, found
 
 
-def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy, monkeypatch):
+def test_loss_checks_do_not_wait_behind_a_large_copy(busy, monkeypatch):
     monkeypatch.setenv("RANK", "0")  # without it newer versions warn
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
@@ -174,7 +174,7 @@ def test_the_check_of_a_loss_does_not_wait_behind_a_big_copy(busy, monkeypatch):
             check(loss * float("nan"))
 
 
-def test_the_lengths_of_packed_sequences_do_not_wait_behind_a_big_copy(busy):
+def test_packed_sequence_lengths_do_not_wait_behind_a_large_copy(busy):
     module = load_module("megatron.core.models.common.embeddings.rope_utils")
     bounds = torch.tensor([0, 16, 24, 32], dtype=torch.int32, device="cuda")
     heads, angles = torch.randn(32, 2, 8, device="cuda"), torch.randn(32, 1, 1, 8, device="cuda")
@@ -187,7 +187,7 @@ def test_the_lengths_of_packed_sequences_do_not_wait_behind_a_big_copy(busy):
     assert torch.equal(found, expected)
 
 
-def test_shapes_that_stages_exchange_do_not_wait_behind_a_big_copy(busy, monkeypatch):
+def test_shape_exchanges_between_stages_do_not_wait_behind_a_large_copy(busy, monkeypatch):
     def loop_back(operations):
         sent, received = (
             [shape for operation, shape, *_ in operations if operation is kind]
@@ -212,7 +212,7 @@ def test_shapes_that_stages_exchange_do_not_wait_behind_a_big_copy(busy, monkeyp
         assert [list(shape) for shape in shapes] == [[5, 6, 7], [8, 9, 10]]
 
 
-def test_a_recompute_waits_for_no_counts_and_compares_them_when_they_have_come():
+def test_recompute_compares_token_counts_later_instead_of_waiting_for_them():
     known, dispatcher = KnownCounts(), types.SimpleNamespace()
     counts = torch.tensor([3, 5], device="cuda")
 

@@ -69,7 +69,7 @@ def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> 
     return looks, torch.cuda.max_memory_allocated() - base.allocated, ledger
 
 
-def test_allocated_memory_differs_at_each_point_of_a_step_by_what_the_ledger_says():
+def test_allocated_memory_changes_by_the_bytes_of_the_ledger_throughout_a_step():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     engine = make_engine()
     measure(None, weights)  # cuBLAS takes its workspaces
@@ -85,7 +85,7 @@ def test_allocated_memory_differs_at_each_point_of_a_step_by_what_the_ledger_say
     engine.close()
 
 
-def test_the_peak_falls_and_the_ledger_knows_where_it_is():
+def test_offload_lowers_the_peak_and_the_ledger_locates_it():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     engine = make_engine()
     measure(None, weights)
@@ -119,7 +119,7 @@ def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
     engine.close()
 
 
-def test_all_memory_is_back_after_close():
+def test_close_frees_all_memory():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     run_chain(None, weights)
     take_gradients(weights)
@@ -145,7 +145,7 @@ KINDS = {
 
 @pytest.mark.usefixtures("_without_the_cyclic_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_allocated_memory_is_flat_without_the_cyclic_collector(kind):
+def test_allocated_memory_is_constant_without_the_cyclic_collector(kind):
     options, reason = KINDS[kind]
     weights = make_weights("cuda", 3, size=SIZE)
     engine = make_engine(**options)
@@ -182,7 +182,7 @@ def make_pieces(size):
     return tuple(torch.as_tensor(Piece(memory, start, count), device="cuda") for start, count in ((0, size), (size, 64)))
 
 
-def test_an_allocation_is_freed_when_what_is_large_of_it_leaves():
+def test_offloading_the_large_part_of_an_allocation_frees_all_of_it():
     # Its small piece would hold all of it.
     engine = make_engine(min_offloaded_bytes=1 << 20)
     lane = Lane(chunk=0, microbatch=0)

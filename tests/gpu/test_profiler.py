@@ -15,7 +15,7 @@ NBYTES = SIZE * SIZE * 2
 LAYERS = 4
 
 
-def test_a_profile_names_the_groups_and_shows_their_copies_on_other_streams_than_compute(tmp_path):
+def test_profiles_name_the_groups_and_show_copies_on_separate_streams(tmp_path):
     weights = make_weights("cuda", LAYERS, size=SIZE)
     policy = TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES)
     engine = OffloadEngine(device=AcceleratorDevice(), policy=policy, host_budget_bytes=64 << 20)

@@ -31,7 +31,7 @@ def make_inputs(seed: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [ALL, PAGEABLE], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("modules", [PATTERNS, list(PATTERNS)], ids=["tags", "globs"])
-def test_modules_by_pattern(modules, config):
+def test_modules_selected_by_pattern(modules, config):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, modules, config) as handle:
@@ -43,7 +43,7 @@ def test_modules_by_pattern(modules, config):
     assert not has_hooks()
 
 
-def test_whatever_is_saved_in_a_block():
+def test_all_tensors_saved_in_a_block():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = fgoffload.saved_tensors(ALL, group_bytes=3 * ROW_BYTES)
@@ -58,7 +58,7 @@ def test_whatever_is_saved_in_a_block():
     block.close()
 
 
-def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
+def test_offload_tensor_frees_device_memory_and_reloads():
     tensor = torch.randn(1 << 20, device=DEVICE)
     expected, before = tensor.cpu(), torch.cuda.memory_allocated()
     offloaded = fgoffload.offload_tensor(tensor)
@@ -86,7 +86,7 @@ def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
     ],
     ids=["whole", "transposed", "with an offset", "expanded", "empty", "every other row"],
 )
-def test_types_and_views_are_reloaded_bitwise_identical_with_their_strides(look, dtype):
+def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(look, dtype):
     seen = []
 
     class Save(torch.autograd.Function):
@@ -116,7 +116,7 @@ def test_types_and_views_are_reloaded_bitwise_identical_with_their_strides(look,
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, and those of what inductor imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_compiled_model_and_regions_in_it(backend):
+def test_compiled_models_with_offloaded_modules(backend):
     inputs, expected = make_inputs(), None
     if backend == "inductor":
         pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
@@ -135,7 +135,7 @@ def test_a_compiled_model_and_regions_in_it(backend):
     torch.compiler.reset()
 
 
-def test_times_are_those_of_the_device():
+def test_times_are_measured_on_the_device():
     device = HostileGpu(late={"d2h", "h2d"}, milliseconds=20.0)
     engine = OffloadEngine(device=device, is_timed=True, host_budget_bytes=64 << 20)
     sites = Sites(engine)

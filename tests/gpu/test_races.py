@@ -50,7 +50,7 @@ def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = Fal
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-def test_random_steps_give_the_same_bits_however_late_things_are(delay):
+def test_random_steps_are_bitwise_identical_under_delays(delay):
     first = STEPS_OF_EACH_DELAY * list(DELAYS).index(delay)
     device = HostileGpu(late=DELAYS[delay], probability=0.15, milliseconds=1.5, seed=first)
     wrong = find_wrong_steps(device, range(first, first + STEPS_OF_EACH_DELAY))
@@ -68,6 +68,6 @@ def test_random_steps_give_the_same_bits_however_late_things_are(delay):
     ],
     ids=lambda value: value.name if isinstance(value, Hazard) else value,
 )
-def test_random_steps_differ_when_a_wait_is_left_out(left_out, late):
+def test_random_steps_differ_if_a_wait_is_missing(left_out, late):
     device = HostileGpu(late={late}, probability=0.5, left_out=left_out)
     assert find_wrong_steps(device, range(40), first_only=True) != []
