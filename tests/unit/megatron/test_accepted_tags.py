@@ -1,4 +1,4 @@
-"""Tests that Megatron's config gets only the tags that it accepts in each version."""
+"""Tests that Megatron's config gets only the tags that the installed version accepts."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from fgoffload.integrations.megatron.adapter import model_config
 
 @dataclasses.dataclass
 class NewerConfig:
-    """A config that knows one tag more than the released one, and only beside the op fuser."""
+    """A config that accepts one more tag than the released one, and only with the op fuser."""
 
     num_layers: int
     hidden_size: int
@@ -29,7 +29,7 @@ class NewerConfig:
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def _clear_cache():
     model_config._is_accepted.cache_clear()
     yield
     model_config._is_accepted.cache_clear()

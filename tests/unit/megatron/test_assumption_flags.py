@@ -1,4 +1,4 @@
-"""Tests how Megatron's flags become assumptions of a prediction: gradients, optimizer, kernels and offloaded bytes."""
+"""Tests how Megatron's flags set the assumptions of a prediction: gradients, optimizer, kernels and offloaded bytes."""
 
 import dataclasses
 
@@ -51,7 +51,7 @@ def test_flags_set_sharding_fp8_weights_and_optimizer_offload(flags, expected):
         (AWARE, (4, 2, 8)),
         (f"{AWARE} --main-grads-dtype bf16", (2, 2, 8)),
         (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 2, 4)),
-        # DeepSeek-V3's own: gradients in fp32, moments in bf16, and fp8 weights by blocks beside parameters in fp32.
+        # DeepSeek-V3: gradients in fp32, moments in bf16, and blockwise fp8 weights with main parameters in fp32.
         (f"{AWARE} --fp8-recipe blockwise --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 4, 4)),
     ],
 )

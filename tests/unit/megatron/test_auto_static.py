@@ -1,4 +1,4 @@
-"""Tests `--offload-modules auto` with a budget below the weights alone."""
+"""Tests `--offload-modules auto` with a budget below the static memory."""
 
 import pytest
 from support.trainings import DENSE, make_trainer
@@ -11,7 +11,7 @@ BUDGET_BYTES = 1000
 
 
 class FullMemory:
-    """In place of an allocator that has handed out the whole budget."""
+    """Fakes an allocator with the whole budget in use."""
 
     def read(self):
         return MemoryReading(allocated_bytes=BUDGET_BYTES, peak_bytes=BUDGET_BYTES)

@@ -1,4 +1,4 @@
-"""Tests the comparison of ranks after the first step."""
+"""Tests the checks across ranks in the first step."""
 
 import contextlib
 import types
@@ -16,7 +16,7 @@ OURS = (("core_attn",), PLAN)
 
 
 def check(monkeypatch, ours, theirs):
-    """Compare two ranks, as an exchange between processes does."""
+    """Run the check on one of two ranks with a faked exchange."""
     sent = []
     monkeypatch.setattr(first_step, "gather", lambda own: sent.append(own) or [own])
     check_same_plan(*theirs)

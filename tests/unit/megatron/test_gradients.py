@@ -1,4 +1,4 @@
-"""Tests that digests of gradients cover all bits, on any thread."""
+"""Tests that gradient digests cover every bit and do not depend on threads."""
 
 import hashlib
 
@@ -9,7 +9,7 @@ from fgoffload.trainer.gradients import digest_tensor, digest_tensors
 
 def make_tensors(count: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    # Later ones are smaller, so that threads end in another order than they begin.
+    # Later tensors are smaller, so threads finish in a different order than they start.
     return {f"parameter {index}": torch.randn(count - index, 1000, generator=generator) for index in range(count)}
 
 

@@ -1,4 +1,4 @@
-"""Tests that CUDA graph flags as in 0.19 reach the config of each version, and that unsupported ones raise errors."""
+"""Tests that the CUDA graph flags of 0.19 reach the config of each version, and that unsupported ones raise errors."""
 
 import pytest
 from support.trainings import DENSE, MOE
@@ -22,7 +22,7 @@ def parse(flags, *, base=DENSE):
 
 @pytest.fixture
 def _gpu(monkeypatch):
-    """Let checks take this machine for one with a GPU and Transformer Engine."""
+    """Make checks pass as on a machine with a GPU and Transformer Engine."""
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: True)
 

@@ -1,4 +1,4 @@
-"""Tests models and configs before `apply`, after `remove`, copied and partly frozen: the same bits, or an error at once."""
+"""Tests models created before `apply`, used after `remove`, closed or partly frozen: identical results or immediate errors."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ R, O = Action.RECOMPUTE, Action.OFFLOAD  # noqa: E741 - as in the plans below
 
 
 def freeze(trainer, *trained):
-    """Let only the parameters whose names have one of `trained` in them be trained."""
+    """Freeze all parameters except those whose names contain one of `trained`."""
     for name, parameter in trainer.named_parameters():
         parameter.requires_grad_(any(word in name for word in trained))
 
@@ -45,8 +45,8 @@ def test_recomputed_units_after_frozen_parameters_keep_all_gradients(plan, train
 
 
 def run_backward(offload, *trained):
-    """Return the loss of one microbatch through the model alone, and the gradients of the trained parameters by name."""
-    # Without the experts' own loss, whose scale Megatron's schedules set once for the process.
+    """Return the loss of one microbatch without Megatron's schedules, and the gradients of the trained parameters by name."""
+    # Without the auxiliary loss of experts, whose scale only Megatron's schedules set.
     flags = MIXED.replace("--normalization RMSNorm", "").replace("--moe-aux-loss-coeff 1e-2", "")
     with make_trainer(flags, offload) as trainer:
         freeze(trainer, *trained)

@@ -1,4 +1,4 @@
-"""Trains each kind of layer in one process with offload of every tag that its model has, and compares bitwise."""
+"""Trains each kind of layer in one process with and without offload of every tag of its model, and compares bitwise."""
 
 import pytest
 import torch
@@ -52,7 +52,7 @@ def test_training_with_offload_is_bitwise_identical_in_one_process(name, text):
     check_row(ROWS[name], [without], [with_offload])
     assert all(without.losses)
     if name == "batch_that_ramps_up":
-        # START 1, INCREMENT 1, SAMPLES 3 up to 4: a sequence more for each that was seen, and all of them past the third.
+        # START 1, INCREMENT 1, SAMPLES 3, up to 4: one more sequence per sample seen, and the full batch after the third.
         assert [len(losses) for losses in without.losses] == [1, 2, 4, 4]
 
 

@@ -1,4 +1,4 @@
-"""Tests offload in real Megatron-Core models and schedules: the same bits, exact bytes, and no flag without effect."""
+"""Tests offload in real Megatron-Core models and schedules: bitwise identical results, exact bytes, and errors."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ MOE_TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
 
 
 def test_resident_bytes_after_forward_drop_by_exactly_the_offloaded_bytes():
-    resident, moved, held = [], 0, 0
+    resident, offloaded_bytes, referenced_bytes = [], 0, 0
     for offload in (None, make_config(*MOE_TAGS, min_offloaded_tensor_size=0)):
         with make_trainer(MOE, offload) as trainer:
             trainer.run_step()
@@ -42,30 +42,30 @@ def test_resident_bytes_after_forward_drop_by_exactly_the_offloaded_bytes():
             del loss
             if offload:
                 stats = trainer.integration.engine.finish_step()
-                moved = stats.d2h_bytes
-                held = sum(tag.held_elsewhere_bytes for tag in stats.tags.values())
-    assert 2 * moved > resident[0]
-    assert resident[0] - resident[1] == moved + 4 * 2 * HIDDEN_BYTES - held
-    assert held < resident[0] // 100  # routing probabilities, which the router saves too
+                offloaded_bytes = stats.d2h_bytes
+                referenced_bytes = sum(tag.held_elsewhere_bytes for tag in stats.tags.values())
+    assert 2 * offloaded_bytes > resident[0]
+    assert resident[0] - resident[1] == offloaded_bytes + 4 * 2 * HIDDEN_BYTES - referenced_bytes
+    assert referenced_bytes < resident[0] // 100  # routing probabilities, which the router saves too
 
 
 @pytest.mark.quick
 def test_the_number_of_microbatches_may_change_between_steps():
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
-        bits, moved = [], []
+        bits, offloaded_bytes = [], []
         with make_trainer(MOE, offload) as trainer:
             for count in (2, 4, 3):
                 trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
                 result = trainer.run_step()
                 bits.append((result.losses, result.gradient_digests))
-                moved.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
-        return bits, moved
+                offloaded_bytes.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
+        return bits, offloaded_bytes
 
     expected, _ = run(None)
-    found, moved = run(make_config(*MOE_TAGS))
+    found, offloaded_bytes = run(make_config(*MOE_TAGS))
     assert found == expected
-    assert moved[1] == 2 * moved[0]
-    assert 2 * moved[2] == 3 * moved[0]
+    assert offloaded_bytes[1] == 2 * offloaded_bytes[0]
+    assert 2 * offloaded_bytes[2] == 3 * offloaded_bytes[0]
 
 
 def test_a_plan_with_an_unknown_site_is_rejected_after_the_first_step(tmp_path):
@@ -102,7 +102,7 @@ def test_remove_restores_every_symbol_and_applying_twice_raises():
         megatron.apply(make_config("core_attn"))
     megatron.remove(offload)
     assert [dict(vars(owner)) for owner in owners] == before
-    megatron.remove(offload)  # does no harm
+    megatron.remove(offload)  # has no effect
 
 
 def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_correct():
@@ -115,7 +115,7 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_correct():
     with make_trainer(MOE, make_config(*MOE_TAGS)) as trainer:
         experts = next(module for module in trainer.chunks[0].modules() if isinstance(module, SequentialMLP))
         state = torch.get_rng_state()
-        # Ahead of our own hook on the same module: inside of the activation's region, which is still open then.
+        # Runs before our own hook on this module, while the region of the activation is still open.
         hook = experts.local_experts[1].linear_fc2.register_forward_pre_hook(fail, prepend=True)
         saw_hooks = []
         experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: saw_hooks.append(has_hooks()), prepend=True)
@@ -126,7 +126,7 @@ def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_correct():
         assert not has_hooks()
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
-        gc.collect()  # the exception and its frames, which held the first graph, are a cycle of Python's
+        gc.collect()  # the exception and its frames form a reference cycle that keeps the first graph alive
         assert trainer.integration.engine.arena.used_bytes == 0
     assert [(r.losses, r.gradient_digests) for r in results] == expected
 

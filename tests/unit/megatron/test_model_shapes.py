@@ -1,4 +1,4 @@
-"""Tests how Megatron's flags become the model and the ranks of a plan."""
+"""Tests how Megatron's flags set the model and the parallelism of a plan."""
 
 import argparse
 import dataclasses
@@ -12,8 +12,8 @@ from fgoffload.integrations.megatron.flags.model_shapes import read_model, read_
 from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.planner.model.layer_shape import RouterShape
 
-LEAST = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
-DENSE = f"{LEAST} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"
+REQUIRED = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+DENSE = f"{REQUIRED} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"
 MIXTURE = f"{DENSE} --num-experts 8 --moe-ffn-hidden-size 96 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 LATENT = f"{DENSE} --multi-latent-attention --kv-lora-rank 32"
 
@@ -30,7 +30,7 @@ def read_ranks(flags="", *, base=DENSE, **options):
     return read(flags, base=base, **options)[1]
 
 
-def leave_out(flag, base=DENSE):
+def remove_flag(flag, base=DENSE):
     before, after = base.split(f"{flag} ")
     return before + after.partition(" ")[2]
 
@@ -108,7 +108,7 @@ def test_flags_set_parallelism_fields(flags, expected):
     assert {name: getattr(parallelism, name) for name in expected} == expected
 
 
-REFUSED = {
+INVALID = {
     "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4. Use a multiple",
     "--multi-latent-attention": "--kv-lora-rank is missing, but --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
@@ -121,7 +121,7 @@ REFUSED = {
 }
 
 
-def is_left(flag):
+def is_unparsed(flag):
     try:
         return bool(build_model_parser("file.sh").parse_known_args([flag])[1])
     except ConfigError:  # a value is missing
@@ -134,26 +134,26 @@ def test_every_flag_of_megatrons_parser_is_known():
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    assert [flag for flag in list_unknown(flags) if find_effect(flag) is None and is_left(flag)] == []
+    assert [flag for flag in list_unknown(flags) if find_effect(flag) is None and is_unparsed(flag)] == []
 
 
-@pytest.mark.parametrize("flags", REFUSED)
+@pytest.mark.parametrize("flags", INVALID)
 def test_invalid_flags_are_rejected(flags):
-    with pytest.raises(ConfigError, match=REFUSED[flags]):
+    with pytest.raises(ConfigError, match=INVALID[flags]):
         read(flags)
 
 
 @pytest.mark.parametrize(
-    ("left_out", "added", "message"),
+    ("removed", "added", "message"),
     [
-        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in LEAST.split()[::2]),
+        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in REQUIRED.split()[::2]),
         ("--ffn-hidden-size", "", "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different"),
         ("--ffn-hidden-size", "--no-swiglu --num-experts 4", "--moe-ffn-hidden-size is missing"),
     ],
 )
-def test_missing_flags_are_named(left_out, added, message):
+def test_missing_flags_are_named(removed, added, message):
     with pytest.raises(ConfigError, match=message):
-        read(added, base=leave_out(left_out))
+        read(added, base=remove_flag(removed))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +199,7 @@ def test_invalid_command_line_flags_are_rejected(typed, message):
 def test_flags_that_a_plan_ignores_are_reported_once(flags, base, warnings, caplog):
     read(flags, base=base)
     assert len(caplog.records) == len(warnings)
-    assert all(said in record.message for said, record in zip(warnings, caplog.records, strict=True))
+    assert all(text in record.message for text, record in zip(warnings, caplog.records, strict=True))
 
 
 def test_an_argument_file_sets_the_number_of_gpus(tmp_path):
@@ -224,7 +224,7 @@ FIELDS = (
 @pytest.mark.parametrize("field", FIELDS)
 def test_defaults_match_megatrons_config(field):
     module = pytest.importorskip("megatron.core.transformer.transformer_config")
-    # That of latent attention has another default for the norm, which Megatron-LM's flag overrides.
+    # MLATransformerConfig has another default for the norm, but Megatron-LM's flag overrides it.
     configs = (module.MLATransformerConfig, module.TransformerConfig)
     theirs = {one.name: one.default for config in configs for one in dataclasses.fields(config)}[field]
     text = {"add_bias_linear": "--no-disable-bias-linear"}.get(field, f"--{field.replace('_', '-')} {theirs}")

@@ -1,4 +1,4 @@
-"""Tests partial recompute: only the first operations run twice, none of their tensors stay, and results are identical."""
+"""Tests partial recompute: only the first ops run twice, their tensors are freed, and results are bitwise identical."""
 
 import contextlib
 import copy
@@ -21,12 +21,11 @@ from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-
-NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
+NO_REGIONS = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
 
 
 class Halves(torch.nn.Module):
-    """Draws random numbers in both parts, as an adapter of a linear may."""
+    """Applies dropout in both halves, as an adapter of a linear may."""
 
     def __init__(self):
         super().__init__()
@@ -45,7 +44,7 @@ def test_partial_recompute_survives_copies_and_removal_bitwise(is_copied, is_rem
         module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
         with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
             if recomputes:
-                recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+                recompute_part(patches, lambda: NO_REGIONS, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
             if is_copied:
                 module = copy.deepcopy(module)
                 module.linear_fc2.weight.data.mul_(2)
@@ -71,7 +70,7 @@ def test_a_forward_that_does_not_call_the_submodule_raises():
     module = Skips()
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
     with support, Patches() as patches:
-        recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+        recompute_part(patches, lambda: NO_REGIONS, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
         with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', but a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
         assert torch.is_grad_enabled()
@@ -89,7 +88,7 @@ def test_a_forward_that_does_not_call_the_submodule_raises():
     ids=str,
 )
 def test_layers_offer_partial_recomputes_only_where_one_tensor_is_passed_on(fields, units):
-    # Experts one by one are no grouped experts.
+    # Sequential experts offer no partial recompute.
     with make_trainer(MIXED, None) as trainer:
         layers = trainer.chunks[0].decoder.layers
         for name, value in fields.items():

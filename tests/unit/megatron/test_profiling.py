@@ -1,4 +1,4 @@
-"""Tests a measured step: the same bits as without measurement, a time for every segment, and the engine's bytes."""
+"""Tests measured steps: bitwise identical results, a time for every segment, and the bytes that the engine offloads."""
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**50, min_offloaded_tensor_size=64)
 NORMED = MIXED.replace("--normalization RMSNorm", "")
-
-
 ONE_MICROBATCH = MIXED.replace("--global-batch-size 4", "--global-batch-size 2")
 
 
@@ -29,19 +27,19 @@ def start_measurement(trainer):
 
 
 def measure(flags, *, steps=2):
-    """Return the bits of all steps, and the profile of the second."""
-    bits = []
+    """Return the results of all steps, and the profile of the second."""
+    results = []
     with make_trainer(flags, AUTO) as trainer:
         measurement = start_measurement(trainer)
         for step in range(steps):
             if step == 1:
                 measurement.request()
             result = trainer.run_step()
-            bits.append((result.losses, result.gradient_digests))
+            results.append((result.losses, result.gradient_digests))
             if step == 1:
                 profile = measurement.take_profile()
         measurement.close()
-    return bits, profile
+    return results, profile
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def normed(parallel):
 
 @pytest.fixture(scope="module")
 def one_microbatch(parallel):
-    """The profile of one microbatch: no median stands for another."""
+    """Return the profile of a single microbatch, without medians over several."""
     return measure(ONE_MICROBATCH)[1]
 
 
@@ -104,9 +102,9 @@ def test_a_segment_is_charged_only_for_its_own_ops(monkeypatch):
 
 @pytest.mark.parametrize("tag", ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1"])
 def test_profiled_bytes_match_the_bytes_that_the_engine_offloads(tag, mixed):
-    _, moved = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=1)
+    _, offloaded_bytes = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=1)
     counted = sum(one.size_bytes for layer in mixed[1].layers for one in layer.model.tensors if tag in one.tags)
-    assert moved[tag] == 2 * counted  # microbatches
+    assert offloaded_bytes[tag] == 2 * counted  # microbatches
 
 
 def test_parameters_and_gradients_count_as_static_not_saved_memory(one_microbatch):
@@ -114,7 +112,7 @@ def test_parameters_and_gradients_count_as_static_not_saved_memory(one_microbatc
         layers = trainer.chunks[0].decoder.layers
         parameter_bytes = sum(parameter.numel() * 4 for layer in layers for parameter in layer.parameters())
     assert one_microbatch.static_bytes >= 2 * parameter_bytes
-    assert one_microbatch.chunks[0].saved_bytes < parameter_bytes  # by the loss, mostly, and as much again if weights counted
+    assert one_microbatch.chunks[0].saved_bytes < parameter_bytes  # mostly saved by the loss; saved weights would exceed it
 
 
 def test_profiles_record_the_host_wait_for_token_counts(mixed):
@@ -137,10 +135,10 @@ def test_a_recompute_unit_drops_inner_tensors_and_keeps_its_input(normed):
     dense, moe = ({name: set(unit.drops) for name, unit in list_units(normed, number).items()} for number in range(2))
     tensors = {tensor.name: tensor for tensor in get_layer(normed, 0).tensors}
     assert dense["layer"] == tensors.keys() - {"layer input"}
-    assert {"mlp_act 1", "mlp_fc2 1"} == dense["mlp"]  # its input is the norm's output, and stays
-    assert "mlp_fc1 1" in dense["mlp_norm"]  # the norm's output goes, and what the norm saved
-    assert "mlp_norm 1" not in dense["mlp_norm"]  # the norm's input stays
-    # The softmax goes; query, key and value stay.
+    assert {"mlp_act 1", "mlp_fc2 1"} == dense["mlp"]  # its input, the norm's output, is kept
+    assert "mlp_fc1 1" in dense["mlp_norm"]  # the norm's output is dropped
+    assert "mlp_norm 1" not in dense["mlp_norm"]  # the norm's input is kept
+    # The softmax is dropped; query, key and value are kept.
     attention = [tensors[name].size_bytes for name in dense["core_attn"]]
     assert sum(attention) < sum(tensor.size_bytes for tensor in tensors.values() if "core_attn" in tensor.tags)
     assert max(attention) == 2 * 4 * 32 * 32 * 4  # [b, n, s, s] in fp32
@@ -174,7 +172,7 @@ def test_a_step_that_raised_is_measured_from_scratch(monkeypatch):
 
 
 class SlowLink(CpuDevice):
-    """Copies at 1 GB/s to the host and 2 GB/s back, each after 10 us, on a clock of its own."""
+    """Copies at 1 GB/s to the host and 2 GB/s to the device with 10 us latency, on a simulated clock."""
 
     def __init__(self):
         super().__init__()

@@ -20,9 +20,9 @@ LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 TE = f"{DENSE} --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2"
 FULL = f"{DENSE} --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 9"
 
-_NEEDS_NO_STATE = pytest.mark.skipif(
+_NEEDS_0_17 = pytest.mark.skipif(
     not is_installed("0.17"),
-    reason="megatron-core 0.16 wants random states of a GPU to build layers for a graph of the whole step",
+    reason="megatron-core 0.16 needs GPU random states to build layers for a full-iteration graph",
 )
 
 
@@ -33,7 +33,7 @@ def seeds():
 
 @pytest.fixture
 def _gpu(monkeypatch, seeds):
-    """Let the trainer take this machine for one with a GPU; random states stay those of the CPU, and are noted."""
+    """Make the trainer behave as on a GPU, but seed and record only CPU random states."""
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: True)
     random = load_module("megatron.core.tensor_parallel.random")
@@ -48,7 +48,7 @@ def _gpu(monkeypatch, seeds):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the calls of trainers to a helper that captures nothing, in order."""
+    """Record the trainer's calls to a fake helper that captures nothing."""
     found = []
     calculator = load_module("megatron.core.num_microbatches_calculator")
 
@@ -107,16 +107,16 @@ def test_training_fails_before_the_first_replay_if_no_layer_was_captured(calls):
     assert calls == ["capture for 2 microbatches"]
 
 
-@_NEEDS_NO_STATE
+@_NEEDS_0_17
 def test_full_iteration_training_is_bitwise_identical_to_eager():
     expected, _ = train(DENSE, steps=3)
     found, _ = train(FULL, steps=3)
     assert found == expected
-    again, _ = train(FULL, steps=3)
-    assert again == expected
+    second, _ = train(FULL, steps=3)
+    assert second == expected
 
 
-@_NEEDS_NO_STATE
+@_NEEDS_0_17
 def test_close_clears_the_state_of_a_full_iteration_graph(monkeypatch):
     module = load_module("megatron.core.full_cuda_graph")
     monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
@@ -135,7 +135,7 @@ def test_close_clears_the_state_of_a_full_iteration_graph(monkeypatch):
 
 
 def test_close_deletes_megatrons_local_layer_graphs(monkeypatch):
-    # Alone: Megatron hangs what records its graphs into every layer, which a CPU cannot run.
+    # Without a trainer: Megatron's graph recorders in the layers cannot run on a CPU.
     record = load_module(LAYER_GRAPHS)._CudagraphGlobalRecord
     monkeypatch.setattr(record, "cudagraph_created", True)
     graphs = choose_graphs(parse_arguments(f"{DENSE} --cuda-graph-impl local".split(), source="test"))
@@ -148,7 +148,7 @@ def test_close_deletes_megatrons_local_layer_graphs(monkeypatch):
 
 @pytest.fixture
 def load(tmp_path):
-    """Return a function that loads the training of a file with graphs."""
+    """Return a function that loads a training with graphs from a file."""
     path = tmp_path / "x.sh"
     path.write_text(f"ARGS=({TE})\n", encoding="utf-8")
     return lambda steps: load_training(path, steps=steps)
@@ -158,11 +158,11 @@ def test_activation_bytes_are_counted_in_the_last_eager_step(calls, load, monkey
     calls.clear()
     observe = Trainer.observe
 
-    def note(self, ledger):
+    def record_call(self, ledger):
         calls.append("count")
         return observe(self, ledger)
 
-    monkeypatch.setattr(Trainer, "observe", note)
+    monkeypatch.setattr(Trainer, "observe", record_call)
     record = measure_training(load(steps=5), None, on_step=lambda loss: calls.append("step"))
     assert calls == ["step", "count", "step", "capture for 2 microbatches", "step", "step", "step", "delete"]
     assert record.activation_peak_bytes > 0

@@ -1,4 +1,4 @@
-"""Tests that the engine is told once, after all layers, that the model's forward is over."""
+"""Tests that the engine is notified once per microbatch, after the last layer, that backward follows."""
 
 import pytest
 from support.trainings import DENSE, make_config, make_trainer
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Return a list that gets, each time, the groups of the microbatch whose backward is expected."""
+    """Record the number of groups in the microbatch whenever the engine expects its backward."""
     found: list[int] = []
     original = OffloadEngine.expect_backward
 
@@ -32,8 +32,8 @@ def test_the_engine_expects_backward_once_per_microbatch_after_the_last_layer(gr
 
 @pytest.mark.parametrize("window_bytes", [None, 4096])
 def test_the_loss_window_of_the_plan_reaches_the_engine(monkeypatch, tmp_path, window_bytes):
-    told = []
-    monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: told.append(window_bytes))
+    windows = []
+    monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: windows.append(window_bytes))
     plan = OffloadPlan(
         actions={Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in range(2)},
         loss_window_bytes=window_bytes,
@@ -43,7 +43,7 @@ def test_the_loss_window_of_the_plan_reaches_the_engine(monkeypatch, tmp_path, w
     assert OffloadPlan.load(path) == plan
     with make_trainer(DENSE, OffloadConfig(offload_modules=(), offload_plan=path, min_offloaded_tensor_size=64)) as trainer:
         trainer.run_step()
-        assert told == [window_bytes] * trainer.arguments.num_microbatches
+        assert windows == [window_bytes] * trainer.arguments.num_microbatches
 
 
 def test_exceeding_the_microbatches_of_a_plan_mid_run_warns_once(tmp_path, caplog):

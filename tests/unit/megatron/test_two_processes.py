@@ -1,6 +1,6 @@
-"""Trains each parallel layout with and without offload, and compares bitwise. One start of processes serves several runs.
+"""Trains each parallel layout with and without offload, and compares bitwise. Several runs share the same processes.
 
-In slow tests each rank is an interpreter of its own, which orders sets of words in its own way.
+In slow tests each rank is a fresh interpreter, with its own string hashes and thus its own order of sets.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from support.pipeline import IMPORTS, StageResult, Training, run_trainings
 from support.trainings import ATTENTION_TAGS
 from support.trainings import MOE as LARGER_MOE
 
-# The processes import Megatron, and whoever asks for them first waits for it.
+# The first test that uses the processes waits for their import of Megatron.
 pytestmark = pytest.mark.timeout(400)
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -95,7 +95,7 @@ def test_more_layouts_are_bitwise_identical_with_offload(group, processes):
         check_row(group[name], *results)
 
 
-# What ranks share is reduced to the same gradients on all, and what they do not share differs.
+# Gradients of shared parameters are equal on all ranks; other gradients differ.
 
 
 def find_equal(ranks: list[StageResult]) -> set[str]:
@@ -120,7 +120,7 @@ def test_only_gradients_of_shared_parameters_agree_across_ranks(parallel):
     assert find_equal([first, second]) == {name for name in first.gradient_digests[0] if "norm" in name or "router" in name}
 
 
-# Settings that ranks decide together.
+# Settings that affect all ranks together.
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 STAGES = f"{LARGER_MOE} --num-layers 4 --global-batch-size 8 {PIPELINE} --untie-embeddings-and-output-weights"
@@ -130,11 +130,11 @@ BUDGETS = {
     "expert parallel": f"{LARGER_MOE} --global-batch-size 8 --expert-model-parallel-size 2 --offload-memory-budget 700KiB",
 }
 AUTO = f"{OFFLOAD} auto --min-offloaded-tensor-size 16 --offload-window 16KiB --offload-prefetch 16KiB"
-LESS_BYTES = 200 * 1024
+DELTA_BYTES = 200 * 1024
 
 
 def list_variants(flags: str, *more: str, steps: int) -> list[Training]:
-    """Return a baseline, and the same with offload: by `flags`, and by these with each of `more`."""
+    """Return a baseline, the same training with offload, and one with offload and each of `more` flags."""
     baseline = Training(tuple(flags.split()), steps=steps, sets_weights=True)
     with_offload = dataclasses.replace(baseline, offload=True)
     return [baseline, with_offload, *(dataclasses.replace(with_offload, argv=(*baseline.argv, *one.split())) for one in more)]
@@ -142,7 +142,7 @@ def list_variants(flags: str, *more: str, steps: int) -> list[Training]:
 
 BALANCE = list_variants(
     f"{STAGES} --min-offloaded-tensor-size 64 {OFFLOAD} {' '.join(ATTENTION_TAGS)}",
-    f"--delta-offload-bytes-across-pp-ranks {LESS_BYTES}",
+    f"--delta-offload-bytes-across-pp-ranks {DELTA_BYTES}",
     steps=2,
 )
 
@@ -154,13 +154,13 @@ def check_bits(results: list[list[StageResult]]) -> None:
 
 def test_each_pipeline_rank_offloads_less_than_the_previous_one(pipelines):
     check_bits(pipelines["balance"])
-    _, alike, less = pipelines["balance"]
+    _, unbalanced, balanced = pipelines["balance"]
     first, second = (
-        sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(alike, less, strict=True)
+        sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(unbalanced, balanced, strict=True)
     )
     assert first == 0
-    largest_site = max(alike[1].transfers.values()) // 2  # two layers
-    assert LESS_BYTES <= second < LESS_BYTES + largest_site
+    largest_site = max(unbalanced[1].transfers.values()) // 2  # two layers
+    assert DELTA_BYTES <= second < DELTA_BYTES + largest_site
 
 
 @pytest.mark.slow
@@ -168,5 +168,5 @@ def test_auto_plans_across_processes_and_is_bitwise_identical():
     trainings = {name: list_variants(f"{flags} {AUTO}", steps=3) for name, flags in BUDGETS.items()}
     for results in run_all(trainings, processes=2).values():
         check_bits(results)
-        # The first stage has two microbatches in flight, and needs the room more.
+        # The first stage has two microbatches in flight, so it needs the most memory.
         assert sum(results[1][0].transfers.values()) > 0

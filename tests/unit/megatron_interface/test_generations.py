@@ -1,4 +1,4 @@
-"""Tests that the generation of the interface is detected by its members, and that missing or unknown ones are named."""
+"""Tests that the generation of the interface is detected by its members, and that errors name missing or unknown ones."""
 
 import inspect
 import re
@@ -41,7 +41,7 @@ def test_apply_replaces_every_method_and_remove_restores_the_originals(make_inte
         megatron.remove(offload)
         assert not is_replaced()
         assert dict(vars(interface)) == before
-        megatron.remove(offload)  # does no harm
+        megatron.remove(offload)  # has no effect
 
 
 @pytest.mark.parametrize("make_interface", MAKERS)
@@ -77,7 +77,7 @@ def test_a_missing_method_is_named_before_anything_is_replaced(make_interface, n
 
 
 def test_a_missing_module_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, MODULE, None)  # which makes the import fail
+    monkeypatch.setitem(sys.modules, MODULE, None)  # makes the import fail
     with pytest.raises(IntegrationError, match=re.escape(f"{MODULE} cannot be imported")):
         megatron.apply(make_config("core_attn"))
 
@@ -114,10 +114,10 @@ def test_call_sites_of_the_0_18_release_end_groups_by_name():
         output[0].sum().backward()
         interface.mark_not_offloadable(None)
         interface.reset()
-        moved = offload.last_step.tags["qkv_linear"].d2h_bytes
+        offloaded_bytes = offload.last_step.tags["qkv_linear"].d2h_bytes
         offload.remove()
     assert torch.equal(leaf.grad, torch.ones(64).exp())
-    assert moved == 64 * 4
+    assert offloaded_bytes == 64 * 4
 
 
 def test_the_released_interface_can_delay_groups_until_a_graph():
@@ -133,7 +133,7 @@ def test_the_released_interface_can_delay_groups_until_a_graph():
         assert offload.engine.read_tags()["core_attn"].d2h_bytes == 0
         offload.flush_delayed()
         assert offload.engine.read_tags()["core_attn"].d2h_bytes == 64 * 4
-        interface.forward_record(event=None)  # orders copies that ours does not capture
+        interface.forward_record(event=None)  # orders copies, which our engine does not capture
         offload.remove()
 
 

@@ -1,4 +1,4 @@
-"""Tests the calls of CUDA graphs: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
+"""Tests the interface's CUDA graph calls: no offload during warm-up, and groups delayed until after a replay."""
 
 import logging
 
@@ -51,7 +51,7 @@ def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(c
             layer.experts.delays_offload = True
         interface.enter_replay()
         output = training.forward()
-        # Attention does not delay; only experts lie outside of graphs.
+        # Attention does not delay its groups; only experts run outside graphs.
         assert list_departures(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
         interface.exit_replay()
         interface.flush_delayed_groups()
@@ -67,21 +67,21 @@ def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(c
 def test_flushing_between_layers_offloads_the_groups_of_earlier_layers(caplog):
     with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
-        departed = []
+        offloaded = []
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True
 
             def replay(module, args) -> None:  # the graph of attention and router is launched, then its experts run
                 interface.flush_delayed_groups()
-                departed.append(list_departures(caplog))
+                offloaded.append(list_departures(caplog))
 
             layer.experts.register_forward_pre_hook(replay)
         interface.enter_replay()
         output = training.forward()
         interface.exit_replay()
-        output.square().sum().backward()  # the last layer's were never flushed: they stay, and backward finds them
+        output.square().sum().backward()  # the last layer's groups were never flushed, and are kept
         check_same(training.take_gradients(), get_expected())
-    assert departed == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
+    assert offloaded == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
 
 
 def test_delayed_groups_are_offloaded_immediately_outside_a_replay(caplog):
