@@ -1,4 +1,4 @@
-"""Tests usage that plain torch allows, on a device that copies while forward runs."""
+"""Tests code that is valid in plain torch, on a device that copies while forward runs."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("_deterministic")
 
 
 class WritesLogits(torch.autograd.Function):
-    """Writes its gradient over what it was given, and counts no version, as a Triton kernel does."""
+    """Overwrites its input with its gradient without a version bump, as a Triton kernel does."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -45,7 +45,7 @@ def write_logits(x, context):
     with context:
         logits = x * 2
         log = logits.cosh()
-        _ = log.sin()  # the logits are on their way to the host now
+        _ = log.sin()  # the logits are being copied to the host now
         return WritesLogits.apply(logits)
 
 
@@ -62,7 +62,7 @@ def transforms(x, context):
         return (value + tangent + inner * x).sum()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # raised inside jvp
 @pytest.mark.parametrize("step", [write_logits, noise, transforms])
 def test_gradients_match_plain_torch(step):
     def run(context):

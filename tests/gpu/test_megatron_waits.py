@@ -51,8 +51,8 @@ def test_a_page_with_pending_writes_is_not_reused():
     torch.cuda.synchronize()
     with torch.cuda.stream(late):
         torch.cuda._sleep(400_000_000)  # some 200 ms
-        pages.write(first)  # and nobody holds the copy
-    pages.write(torch.zeros(1, dtype=torch.int64, device="cuda"))  # a page of its own: the first one turns
+        pages.write(first)  # without keeping the result
+    pages.write(torch.zeros(1, dtype=torch.int64, device="cuda"))  # needs a new page, so the first one is retired
     others = [torch.empty(8192, dtype=torch.int64, pin_memory=True).fill_(1) for _ in range(8)]
     assert not late.query()
     torch.cuda.synchronize()
@@ -60,7 +60,7 @@ def test_a_page_with_pending_writes_is_not_reused():
 
 
 def measure_seconds(move, counts, busy):
-    """Return how long the host waits for `counts` by `move` behind a copy of `busy`, and whether that was running still."""
+    """Return the host's wait for `move(counts)` behind a copy of `busy`, and whether the copy was still running."""
     source, target = busy
     copies, side = torch.cuda.Stream(), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -82,15 +82,15 @@ def test_kernel_writes_do_not_wait_behind_a_large_copy(busy):
     counts = torch.arange(16, device="cuda")
     for move in (write_to_host, lambda tensor: tensor.to("cpu", non_blocking=True)):
         measure_seconds(move, counts, busy)  # the first calls load kernels and pin memory
-    around, was_busy = measure_seconds(write_to_host, counts, busy)
-    behind, _ = measure_seconds(lambda tensor: tensor.to("cpu", non_blocking=True), counts, busy)
-    # 1 GiB takes 20 ms and more; a kernel of 16 numbers and the host's calls a fraction of one.
+    bypassing_s, was_busy = measure_seconds(write_to_host, counts, busy)
+    behind_copy_s, _ = measure_seconds(lambda tensor: tensor.to("cpu", non_blocking=True), counts, busy)
+    # 1 GiB takes at least 20 ms; the kernel and the host's calls take a fraction of 1 ms.
     assert was_busy
-    assert around < behind / 4
+    assert bypassing_s < behind_copy_s / 4
 
 
 def exchange(communicator, computed):
-    """Let an exchange between stages wait, behind a kernel on the current stream and a long one on another."""
+    """Run an exchange between stages behind a kernel on the current stream and a longer one on another stream."""
     copies = torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.stream(copies):
@@ -120,7 +120,7 @@ def test_stage_exchanges_wait_for_compute_but_not_for_copies(monkeypatch):
 
 
 def measure_behind_copy(wait, busy):
-    """Return what `wait` returns behind a copy of `busy`, how long that takes, and whether the copy was running still."""
+    """Call `wait` behind a copy of `busy`; return its result, its duration, and whether the copy was still running."""
     source, target = busy
     copies = torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -137,24 +137,20 @@ def measure_behind_copy(wait, busy):
 
 @pytest.fixture
 def busy():
-    """1 GiB on the device and on the host: a copy takes 20 ms and more, and what is around it a fraction of one."""
+    """Return 1 GiB on the device and on the host: a copy takes at least 20 ms, everything else a fraction of 1 ms."""
     return torch.ones(1 << 30, dtype=torch.uint8, device="cuda"), torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
 
 
-def check_goes_around(act, busy):
-    """Check that `act` does not wait behind a copy of `busy` where Megatron's waits are wrapped, and return what it returns.
-
-    Returns:
-        Without and with them.
-    """
+def check_bypasses_copy(act, busy):
+    """Check that `act` does not wait behind a copy of `busy` with wrapped waits; return its results without and with them."""
     measure_behind_copy(act, busy)  # the first calls load kernels
-    expected, behind, _ = measure_behind_copy(act, busy)
+    expected, behind_copy_s, _ = measure_behind_copy(act, busy)
     with Patches() as patches:
         wrap_waits(patches, lambda: None)
         measure_behind_copy(act, busy)
-        found, around, was_busy = measure_behind_copy(act, busy)
+        found, bypassing_s, was_busy = measure_behind_copy(act, busy)
     assert was_busy
-    assert around < behind / 4
+    assert bypassing_s < behind_copy_s / 4
     return expected, found
 
 
@@ -167,7 +163,7 @@ def test_loss_checks_do_not_wait_behind_a_large_copy(busy, monkeypatch):
     def check(loss=loss):
         machine.validate_result(result=loss, rejection_func=torch.isnan, message="found NaN")
 
-    check_goes_around(check, busy)
+    check_bypasses_copy(check, busy)
     with Patches() as patches:
         wrap_waits(patches, lambda: None)
         with pytest.raises(RuntimeError, match="found NaN"):
@@ -180,10 +176,10 @@ def test_packed_sequence_lengths_do_not_wait_behind_a_large_copy(busy):
     heads, angles = torch.randn(32, 2, 8, device="cuda"), torch.randn(32, 1, 1, 8, device="cuda")
     group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
-    def turn():
+    def rotate():
         return module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
 
-    expected, found = check_goes_around(turn, busy)
+    expected, found = check_bypasses_copy(rotate, busy)
     assert torch.equal(found, expected)
 
 
@@ -194,7 +190,7 @@ def test_shape_exchanges_between_stages_do_not_wait_behind_a_large_copy(busy, mo
             for kind in (torch.distributed.isend, torch.distributed.irecv)
         )
         for source, target in zip(reversed(sent), received, strict=True):
-            torch.add(source, 0, out=target)  # a kernel, as NCCL's are
+            torch.add(source, 0, out=target)  # a kernel, like NCCL's
         return [types.SimpleNamespace(wait=lambda: None)]
 
     monkeypatch.setattr(torch.distributed, "P2POp", lambda *operation: operation)
@@ -208,7 +204,7 @@ def test_shape_exchanges_between_stages_do_not_wait_behind_a_large_copy(busy, mo
     def exchange_with_neighbours():
         return communicator._communicate_shapes(following, previous, recv_prev=True, recv_next=True)
 
-    for shapes in check_goes_around(exchange_with_neighbours, busy):
+    for shapes in check_bypasses_copy(exchange_with_neighbours, busy):
         assert [list(shape) for shape in shapes] == [[5, 6, 7], [8, 9, 10]]
 
 
@@ -236,7 +232,7 @@ def test_recompute_compares_token_counts_later_instead_of_waiting_for_them():
     (_, forward_s), (_, recompute_s) = first(), first()
     assert recompute_s < forward_s / 4
     torch.cuda.synchronize()
-    assert second()[0] == [3, 5]  # all that has come is alike
+    assert second()[0] == [3, 5]  # all counts so far are equal
     counts += 1
     assert second()[0] == [3, 5]
     torch.cuda.synchronize()

@@ -24,8 +24,8 @@ def make_engine(device: Device | None = None, *, window_bytes: int = 0, prefetch
     return OffloadEngine(device=device or HostileGpu(late={"d2h", "h2d"}), policy=policy, host_budget_bytes=64 << 20)
 
 
-def check_nothing_is_left(engine: OffloadEngine) -> None:
-    """Check that no graph holds host memory. Autograd's thread may release its last node after `backward` returned."""
+def check_no_leaks(engine: OffloadEngine) -> None:
+    """Check that no host memory is in use. Autograd's thread may release its last node after `backward` returns."""
     deadline = time.monotonic() + 5
     while engine.arena.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -34,7 +34,7 @@ def check_nothing_is_left(engine: OffloadEngine) -> None:
 
 def close(engine: OffloadEngine) -> None:
     assert engine.finish_step().d2h_bytes > 0
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     engine.close()
     assert engine.arena.reserved_bytes == 0
 
@@ -107,13 +107,13 @@ def test_an_exception_in_backward_leaks_nothing_and_the_next_step_is_correct():
     expected = case.run(plain, None)
     with pytest.raises(ValueError, match="the user's own"):
         fail_in_backward(case, engine)
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     assert have_same_bits(expected, case.run(plain, engine))
     close(engine)
 
 
 class FullOnce(HostileGpu):
-    """Refuses one allocation, as torch does when the device is full."""
+    """Fails one allocation, as torch does when the device is full."""
 
     is_full = False
 
@@ -128,7 +128,7 @@ class FullOnce(HostileGpu):
     def _check(self) -> None:
         if self.is_full:
             self.is_full = False
-            raise torch.OutOfMemoryError("CUDA out of memory, says the test.")
+            raise torch.OutOfMemoryError("CUDA out of memory, raised by the test.")
 
 
 def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
@@ -139,9 +139,9 @@ def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
     def run_full() -> None:
         case.run(lambda sites, x, w: _then_full(plain(sites, x, w), device), engine)
 
-    with pytest.raises(torch.OutOfMemoryError, match="says the test"):
+    with pytest.raises(torch.OutOfMemoryError, match="raised by the test"):
         run_full()
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     assert have_same_bits(expected, case.run(plain, engine))
     close(engine)
 

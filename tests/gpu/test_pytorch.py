@@ -75,7 +75,7 @@ def test_offload_tensor_frees_device_memory_and_reloads():
     ids=str,
 )
 @pytest.mark.parametrize(
-    "look",
+    "view",
     [
         lambda tensor: tensor,
         lambda tensor: tensor.t(),
@@ -86,8 +86,8 @@ def test_offload_tensor_frees_device_memory_and_reloads():
     ],
     ids=["whole", "transposed", "with an offset", "expanded", "empty", "every other row"],
 )
-def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(look, dtype):
-    seen = []
+def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(view, dtype):
+    unpacked = []
 
     class Save(torch.autograd.Function):
         @staticmethod
@@ -97,24 +97,24 @@ def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(look, dtype):
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(ctx.saved_tensors[0])
+            unpacked.append(ctx.saved_tensors[0])
             return gradient, None
 
     octets = torch.randint(0, 2 if dtype is torch.bool else 256, (64, 64 * dtype.itemsize), dtype=torch.uint8)
     values = octets.view(dtype)
     x = torch.ones(4, device=DEVICE, requires_grad=True)
     with fgoffload.saved_tensors(ALL, group_bytes=1) as block:
-        output = Save.apply(x, look(values.to(DEVICE)))
+        output = Save.apply(x, view(values.to(DEVICE)))
     output.sum().backward()
-    expected = look(values)
-    assert (seen[0].dtype, seen[0].size(), seen[0].stride()) == (dtype, expected.size(), expected.stride())
-    as_bytes = [one.cpu().contiguous().view(torch.uint8) for one in (seen[0], expected)]
+    expected = view(values)
+    assert (unpacked[0].dtype, unpacked[0].size(), unpacked[0].stride()) == (dtype, expected.size(), expected.stride())
+    as_bytes = [one.cpu().contiguous().view(torch.uint8) for one in (unpacked[0], expected)]
     assert torch.equal(*as_bytes)
     assert (block.stats().d2h_bytes > 0) == (expected.numel() > 0)
     block.close()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, and those of what inductor imports
+@pytest.mark.filterwarnings("ignore")  # from torch itself and from inductor's imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_models_with_offloaded_modules(backend):
     inputs, expected = make_inputs(), None
@@ -147,6 +147,6 @@ def test_times_are_measured_on_the_device():
     output.sum().backward()
     seconds = engine.finish_step().tags["core_attn"].seconds
     engine.close()
-    # The clock of the GPU says how long a sleep is: 20 ms at 2 GHz. Compute waits for what comes back, and does nothing else.
+    # Sleeps are counted in GPU cycles: 20 ms at 2 GHz. Compute only waits for reloads.
     assert set(seconds) == set(TimeKind)
     assert all(0.015 < seconds[kind] < 1.0 for kind in TimeKind)

@@ -10,7 +10,7 @@ LATE_S = 0.01
 
 
 def measure(device: AcceleratorDevice, stall_s: float) -> float:
-    """Return the seconds of a small kernel that the host launches late."""
+    """Return the measured seconds of a small kernel that the host launches late."""
     x = torch.ones(1024, device="cuda")
     torch.cuda.synchronize()
     if stall_s:
