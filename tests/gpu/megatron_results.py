@@ -7,7 +7,7 @@ from typing import Any
 MAY_OFFLOAD_NOTHING = ("attn_proj", "router", "shared_expert", "expert_fc2", "moe_combine", "mlp_norm")
 """Tags that may offload nothing, since an earlier tag saves the same storage or a recompute owns it."""
 
-COLUMNS = ("row", "moved", "attention", "reproduces", "equal")
+COLUMNS = ("row", "offloaded", "attention", "reproducible", "equal")
 HEADINGS = ("row", "offloaded tags", "attention", "reproducible", "equal")
 
 Line = dict[str, str]
@@ -35,28 +35,28 @@ def make_result_line(name: str, ranks: Sequence[Mapping[str, Any]], *, expected_
     """
     kernels = find_kernels(log)
     tags = ranks[0]["tags"]
-    unmoved = [tag for tag in tags if not any(rank["moved"].get(tag) for rank in ranks)]
+    idle = [tag for tag in tags if not any(rank["offloaded"].get(tag) for rank in ranks)]
     faults = []
-    if not all(rank["reproduces"] for rank in ranks):
+    if not all(rank["reproducible"] for rank in ranks):
         faults.append("the baseline is not reproducible")
     if not all(rank["equal"] for rank in ranks):
         faults.append(f"results differ: {[rank['differ'] for rank in ranks]}")
-    if unexpected := [tag for tag in unmoved if tag not in MAY_OFFLOAD_NOTHING]:
+    if unexpected := [tag for tag in idle if tag not in MAY_OFFLOAD_NOTHING]:
         faults.append(f"nothing was offloaded of {' '.join(unexpected)}")
     if kernels != [expected_kernel]:
         faults.append(f"attention ran with {' and '.join(kernels) or 'an unknown kernel'}, not {expected_kernel}")
     return {
         "row": name,
-        "moved": f"{len(tags) - len(unmoved)} of {len(tags)}",
+        "offloaded": f"{len(tags) - len(idle)} of {len(tags)}",
         "attention": " ".join(kernels) or "-",
-        "reproduces": "yes" if all(rank["reproduces"] for rank in ranks) else "no",
+        "reproducible": "yes" if all(rank["reproducible"] for rank in ranks) else "no",
         "equal": _escape(f"no: {'; '.join(faults)}") if faults else "yes",
     }
 
 
 def make_line(name: str, outcome: str) -> Line:
     """Return the line of a row without results: it failed or did not run."""
-    return {"row": name, "moved": "-", "attention": "-", "reproduces": "-", "equal": _escape(outcome)}
+    return {"row": name, "offloaded": "-", "attention": "-", "reproducible": "-", "equal": _escape(outcome)}
 
 
 def is_failure(line: Line) -> bool:

@@ -206,7 +206,7 @@ ROWS = (
     Row("recompute moe_act, MLA", f"{LATENT} {SELECTIVE} moe_act", LATENT_TAGS.replace(" expert_fc2", "")),
     Row("recompute shared_experts, MLA", f"{LATENT} {SELECTIVE} shared_experts", f"attn_norm {MOE_TAGS} {MLP_TAGS}"),
     Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
-    # Two dense layers, of which only the first is recomputed.
+    # Two dense layers; only the first is recomputed.
     Row(
         "full recompute, block, MLA",
         f"{LATENT} --num-layers 4 --moe-layer-freq [0]*2+[1]*2 {FULL} block",

@@ -49,7 +49,7 @@ def main() -> int:
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = make_environment(arguments.megatron)
     version, devices = query_workers(environment)
-    say(f"Megatron-Core {version}, {devices} GPUs")
+    show(f"Megatron-Core {version}, {devices} GPUs")
     words = [word for word in arguments.only.split(",") if word]
     chosen = [row for row in ROWS if row.name in SHORT] if arguments.short else ROWS
     rows = [row for row in chosen if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
@@ -63,8 +63,8 @@ def main() -> int:
         )
     table = format_table(lines, version)
     (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(table)
-    say(table)
-    say(summarize(lines, version))
+    show(table)
+    show(summarize(lines, version))
     return sum(map(is_failure, lines))
 
 
@@ -99,9 +99,9 @@ def run_row(row: Row, out: Path, environment: Mapping[str, str], version: str) -
     begin = time.perf_counter()
     reason = row.find_unsupported_reason(version)
     line = run_processes(row, out, environment) if reason is None else make_line(row.name, f"unsupported: {reason}")
-    say(
+    show(
         f"{time.perf_counter() - begin:6.1f} s  {line['row']}: {line['equal']} ({line['attention']}, reproducible "
-        f"{line['reproduces']}, offloaded tags {line['moved']})"
+        f"{line['reproducible']}, offloaded tags {line['offloaded']})"
     )
     return line
 
@@ -131,7 +131,7 @@ def run_processes(row: Row, out: Path, environment: Mapping[str, str]) -> Line:
     return make_result_line(row.name, ranks, expected_kernel=row.attention, log=text)
 
 
-def say(line: str) -> None:
+def show(line: str) -> None:
     """Print a line and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
@@ -187,14 +187,14 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
         options["offload_plan"] = path
     config = OffloadConfig(offload_modules=tuple(row.tags.split()), **options)
     first, again = (train(arguments, row, None)[0] for _ in range(2))
-    with_offload, tags, moved = train(arguments, row, config)
+    with_offload, tags, offloaded = train(arguments, row, config)
     differ = [name for name, digest in first[1][-1].items() if with_offload[1][-1].get(name) != digest]
     return {
-        "reproduces": first == again,
+        "reproducible": first == again,
         "equal": first == with_offload,
         "differ": f"{len(differ)} of {len(first[1][-1])} {differ[:2]} losses {first[0] == with_offload[0]}",
         "tags": tags,
-        "moved": moved,
+        "offloaded": offloaded,
     }
 
 
@@ -212,11 +212,11 @@ def train(arguments, row: Row, config) -> tuple[tuple[object, list[dict[str, str
                 evaluations.append(trainer.evaluate())
             if step < STEPS:
                 results.append(trainer.run_step())
-        tags, moved = (), {}
+        tags, offloaded = (), {}
         if trainer.integration is not None:
             tags = trainer.integration.selected
-            moved = {tag: stats.d2h_bytes for tag, stats in trainer.integration.last_step.tags.items()}
-    return ([r.losses for r in results], [r.gradient_digests for r in results], evaluations), tags, moved
+            offloaded = {tag: stats.d2h_bytes for tag, stats in trainer.integration.last_step.tags.items()}
+    return ([r.losses for r in results], [r.gradient_digests for r in results], evaluations), tags, offloaded
 
 
 if __name__ == "__main__":

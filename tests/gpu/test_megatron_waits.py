@@ -212,7 +212,7 @@ def test_recompute_compares_token_counts_later_instead_of_waiting_for_them():
     known, dispatcher = KnownCounts(), types.SimpleNamespace()
     counts = torch.tensor([3, 5], device="cuda")
 
-    def ask(_, __):
+    def request(_, __):
         torch.cuda._sleep(200_000_000)  # some 100 ms
         moved = move(counts)
         dispatcher.d2h_event = torch.cuda.current_stream().record_event()
@@ -225,7 +225,7 @@ def test_recompute_compares_token_counts_later_instead_of_waiting_for_them():
         return moved.tolist(), time.perf_counter() - begin
 
     move = functools.partial(known._move, lambda tensor: tensor.to("cpu", non_blocking=True))
-    wait = functools.partial(known._wait, ask)
+    wait = functools.partial(known._wait, request)
     function = known._reuse_counts(dispatch)
     function()  # the first calls load kernels and pin memory
     first, second = known._reuse_counts(dispatch), known._reuse_counts(dispatch)

@@ -35,9 +35,9 @@ ROWS = {
     ),
     "expert_bias": Row(f"{MIXED} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
     "loss_over_all_tokens": Row(f"{MIXED} --calculate-per-token-loss"),
-    "lengths_that_differ": Row(f"{MIXED} {ALL_TO_ALL} --variable-seq-lengths", steps=3),
+    "variable_lengths": Row(f"{MIXED} {ALL_TO_ALL} --variable-seq-lengths", steps=3),
     "evaluations": Row(f"{MIXED} --hidden-dropout 0.1", steps=3, evaluates_before=(0, 1, 2)),
-    "batch_that_ramps_up": Row(f"{MIXED} --rampup-batch-size 1 1 3", steps=4),
+    "batch_ramp_up": Row(f"{MIXED} --rampup-batch-size 1 1 3", steps=4),
 }
 
 
@@ -51,7 +51,7 @@ def test_training_with_offload_is_bitwise_identical_in_one_process(name, text):
     without, with_offload = (train(training, text=text) for training in ROWS[name].list_trainings())
     check_row(ROWS[name], [without], [with_offload])
     assert all(without.losses)
-    if name == "batch_that_ramps_up":
+    if name == "batch_ramp_up":
         # START 1, INCREMENT 1, SAMPLES 3, up to 4: one more sequence per sample seen, and the full batch after the third.
         assert [len(losses) for losses in without.losses] == [1, 2, 4, 4]
 

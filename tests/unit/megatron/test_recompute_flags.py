@@ -25,7 +25,7 @@ MODULES = ("layernorm", "core_attn", "mlp", "moe", "moe_act", "shared_experts", 
 NEEDS = {"mla_up_proj": LATENT, "moe_act": "--moe-grouped-gemm"}
 """Model flags that each module requires."""
 
-REFUSED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
+EXCLUDED = [(module, tag.name) for tag in default_tags() for module in tag.excluded_by]
 
 
 def make_flags(*modules):
@@ -47,9 +47,9 @@ def stand_ins(flags):
 
 def list_allowed(*modules):
     """Return the tags of the model that can be offloaded with `modules` recomputed."""
-    refused = {tag for module, tag in REFUSED if module in modules}
-    refused |= {tag.name for tag in default_tags() if refused.intersection(tag.requires)}
-    return [tag for tag in MIXED_TAGS if tag not in refused]
+    excluded = {tag for module, tag in EXCLUDED if module in modules}
+    excluded |= {tag.name for tag in default_tags() if excluded.intersection(tag.requires)}
+    return [tag for tag in MIXED_TAGS if tag not in excluded]
 
 
 def find_idle_tags(flags, tags):
@@ -90,11 +90,11 @@ def test_full_recompute_works_with_offloaded_layer_inputs(method, tags):
     assert find_idle_tags(f"{MIXED} {FULL} {method}", tags) == set()
 
 
-@pytest.mark.parametrize(("module", "tag"), REFUSED)
+@pytest.mark.parametrize(("module", "tag"), EXCLUDED)
 def test_tags_of_recomputed_tensors_are_rejected_at_argument_parsing(module, tag):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError) as caught:
         parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
     assert (
         f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
         "so nothing would be offloaded. Remove one of them."
-    ) in str(refused.value)
+    ) in str(caught.value)

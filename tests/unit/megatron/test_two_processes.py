@@ -20,7 +20,7 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 INTERLEAVED = "--num-layers 4 --moe-layer-freq [0,1]*2 --num-layers-per-virtual-pipeline-stage 1"
 
 PIPELINE_ROWS = {
-    "1f1b_with_lengths_that_differ": Row(f"{MIXED} {PIPELINE} {ALL_TO_ALL} --variable-seq-lengths"),
+    "1f1b_with_variable_lengths": Row(f"{MIXED} {PIPELINE} {ALL_TO_ALL} --variable-seq-lengths"),
     "interleaved": Row(f"{DENSE} {EXPERTS} {PIPELINE} {INTERLEAVED}"),
 }
 PARALLEL_ROWS = {
@@ -33,7 +33,7 @@ SLOW_ROWS = {
     "uneven_stages": Row(f"{MOE} --num-layers 3 --moe-layer-freq [0]*1+[1]*2 {PIPELINE} --decoder-first-pipeline-num-layers 1"),
     "fewer_microbatches_than_stages": Row(f"{MIXED} {PIPELINE} --global-batch-size 1"),
     "pipeline_with_multi_token_prediction": Row(f"{MIXED} {PIPELINE} --mtp-num-layers 1"),
-    "pipeline_that_ramps_up": Row(f"{MIXED} {PIPELINE} --rampup-batch-size 1 1 3", steps=3),
+    "pipeline_with_batch_ramp_up": Row(f"{MIXED} {PIPELINE} --rampup-batch-size 1 1 3", steps=3),
     "tensor_parallel_experts_all_to_all": Row(f"{MIXED} {TENSOR} {ALL_TO_ALL}"),
     "tensor_and_expert_parallel": Row(
         f"{MIXED} {TENSOR} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALL_TO_ALL}"

@@ -211,10 +211,10 @@ class Pages:
     ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
 )
 def test_counts_bypass_the_copy_engine_only_during_offload_copies(as_numpy, is_copying, dtype):
-    pages, moved = Pages(), []
+    pages, copied = Pages(), []
 
     def original(tensor, as_numpy, record_stream):
-        moved.append((as_numpy, record_stream))
+        copied.append((as_numpy, record_stream))
         return tensor.numpy() if as_numpy else tensor
 
     offload = types.SimpleNamespace(engine=types.SimpleNamespace(is_copying_out=lambda: is_copying))
@@ -225,7 +225,7 @@ def test_counts_bypass_the_copy_engine_only_during_offload_copies(as_numpy, is_c
     assert isinstance(found, torch.Tensor) is not as_numpy
     assert list(found) == ([103, 104] if bypasses else [3, 4])
     assert len(pages.written) == bypasses
-    assert moved == ([] if bypasses else [(as_numpy, False)])
+    assert copied == ([] if bypasses else [(as_numpy, False)])
 
 
 @pytest.mark.parametrize("positions", [16, 32])
@@ -245,10 +245,10 @@ def test_packed_sequence_lengths_are_read_once_and_rotary_results_are_unchanged(
     assert events == ["write", "wait for the stream"]
 
 
-@pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
-def test_non_finite_losses_are_rejected_as_without_offload(loss, is_refused):
+@pytest.mark.parametrize(("loss", "is_rejected"), [(1.0, False), (float("nan"), True)])
+def test_non_finite_losses_are_rejected_as_without_offload(loss, is_rejected):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
-    refusal = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
-    with make_trainer(DENSE, make_config("core_attn")), refusal:  # the trainer wraps the waits
+    expectation = pytest.raises(RuntimeError, match="found NaN") if is_rejected else contextlib.nullcontext()
+    with make_trainer(DENSE, make_config("core_attn")), expectation:  # the trainer wraps the waits
         machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")

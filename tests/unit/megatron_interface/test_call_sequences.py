@@ -77,13 +77,13 @@ def test_a_gated_delta_product_is_one_group_that_ends_after_its_kernel(recompute
         found = [gradient for _ in range(2) for gradient in training.step()]
         departures = list_departures(caplog)
         stats = training.offload.last_step.tags
-        gate, projected, behind = training.layers.PROJECTED
+        gate, projected, after = training.layers.PROJECTED
     check_same(found, get_expected(steps=2, **options))
     assert list(stats) == ["gdp_qkv"]
     assert departures == 2 * [f"layers.{layer}.gdp_qkv mb={mb}" for mb in range(2) for layer in range(LAYERS)]
     # The convolution's input lies between gates and other projections: all but those after the last token are offloaded.
     # Normed query and key are separate, and not saved if recomputed. The kernel's value and gate are outside.
-    offloaded_bytes = 4 * (TOKENS * (gate + projected + behind) - behind) + (0 if recomputes_qkv else 2 * HIDDEN_BYTES)
+    offloaded_bytes = 4 * (TOKENS * (gate + projected + after) - after) + (0 if recomputes_qkv else 2 * HIDDEN_BYTES)
     assert stats["gdp_qkv"].d2h_bytes == stats["gdp_qkv"].h2d_bytes == 2 * LAYERS * offloaded_bytes
     assert stats["gdp_qkv"].groups == 2 * LAYERS
     assert not has_hooks()
