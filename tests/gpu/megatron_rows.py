@@ -33,10 +33,6 @@ DENSE_TAGS = f"{ATTENTION_TAGS} {MLP_TAGS}"
 MOE_TAGS = f"{ATTENTION_TAGS} {EXPERT_TAGS}"
 MIXED_TAGS = f"{MOE_TAGS} {MLP_TAGS} shared_expert"
 LATENT_TAGS = f"attn_norm {MIXED_TAGS}"
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""Values of `--recompute-modules`."""
-METHODS = ("block", "uniform")
-"""Values of `--recompute-method` for full recompute. Rows with `block` recompute only one layer."""
 
 
 Plan = tuple[tuple[int, str, str], ...]
@@ -71,31 +67,6 @@ class Row:
     def find_chunk(self, layer: int) -> int:
         """Return the index of a layer's chunk on its rank."""
         return 0 if self.layers_by_chunk is None else layer // self.layers_by_chunk
-
-
-@dataclasses.dataclass(frozen=True)
-class Impossible:
-    """Tags with nothing left to offload under a recompute."""
-
-    tags: str
-    modules: str
-    """Values of `--recompute-modules`, or a `--recompute-method` of full recompute."""
-    reason: str
-
-
-IMPOSSIBLE = (
-    Impossible("layer_input", " ".join(MODULES), "it is the input of a fully recomputed layer, and there is none"),
-    Impossible("core_attn attn_proj", "core_attn", "attention keeps its inputs, and its output is not saved"),
-    Impossible("expert_fc2", "moe_act", "its input, the activation's output, is recomputed"),
-    Impossible(MLP_TAGS, "mlp", "the dense MLP saves only its input"),
-    Impossible(
-        "shared_expert router expert_fc1 moe_act expert_fc2 moe_combine",
-        "moe",
-        "the MoE layer saves only its input",
-    ),
-    Impossible("shared_expert", "shared_experts", "they save only their input"),
-    Impossible(LATENT_TAGS, "uniform", "all layers are recomputed and save only their input"),
-)
 
 
 def make_plan(*layers: str) -> Plan:

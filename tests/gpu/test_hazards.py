@@ -25,7 +25,7 @@ def run(
     return found
 
 
-def is_identical(
+def is_bitwise_identical(
     hazard: Hazard, *, left_out: Hazard | None = None, scenario: Scenario | None = None, late_ms: float = LATE_MS[0]
 ) -> bool:
     """Return whether `scenario`, by default that of `hazard`, is bitwise identical to a run without an engine."""
@@ -37,23 +37,23 @@ def is_identical(
     return have_same_bits(expected, found)
 
 
-OF_GRAPHS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}
+GRAPH_HAZARDS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}
 """Tested on the recording device: `tests/unit/engine/test_happens_before.py`."""
 
 
 def test_each_hazard_has_a_scenario():
-    assert set(SCENARIOS) == set(Hazard) - OF_GRAPHS
+    assert set(SCENARIOS) == set(Hazard) - GRAPH_HAZARDS
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
 def test_results_are_bitwise_identical_with_all_waits(hazard):
-    assert is_identical(hazard)
+    assert is_bitwise_identical(hazard)
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
 def test_results_differ_without_the_wait(hazard):
-    assert not all(is_identical(hazard, left_out=hazard, late_ms=late_ms) for late_ms in LATE_MS)
+    assert not all(is_bitwise_identical(hazard, left_out=hazard, late_ms=late_ms) for late_ms in LATE_MS)
 
 
 def test_memory_is_freed_only_after_reads_by_a_second_save_on_another_stream():
-    assert is_identical(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)
+    assert is_bitwise_identical(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)

@@ -137,7 +137,7 @@ GROUPS = "--group-query-attention --num-query-groups 2"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 NORMS = ("attn_norm", "mlp_norm")
 MIXED_SHAPES = [with_groups(shape) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)]
-OF_ANY_RECIPE = {
+ANY_RECIPE = {
     "dense, query groups": Training(f"{DENSE} {GROUPS}", [with_groups(DENSE_SHAPE)] * LAYERS),
     "dense and shared experts, query groups": Training(f"{MIXED} {GROUPS}", MIXED_SHAPES),
     "shared experts overlapped": Training(f"{MIXED} --moe-shared-expert-overlap", [DENSE_SHAPE, OVERLAP_SHAPE, OVERLAP_SHAPE]),
@@ -166,9 +166,9 @@ FP8_TRAININGS = {
         layers=[dataclasses.replace(shape, fp8_recipe=recipe) for shape in training.layers],
     )
     for recipe, trainings in (
-        ("delayed", OF_ANY_RECIPE),
-        ("tensorwise", OF_ANY_RECIPE | NOT_DELAYED),
-        ("blockwise", OF_ANY_RECIPE | NOT_DELAYED | OPEN_BLOCKS),
+        ("delayed", ANY_RECIPE),
+        ("tensorwise", ANY_RECIPE | NOT_DELAYED),
+        ("blockwise", ANY_RECIPE | NOT_DELAYED | OPEN_BLOCKS),
     )
     for name, training in trainings.items()
 }
@@ -334,7 +334,7 @@ def measured_in_fp8(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured_whole(tmp_path_factory):
+def measured_without_sp(tmp_path_factory):
     trainings = {
         name: change_layers(training, WHOLE_SEQUENCE, tensor_parallel_size=2, has_sequence_parallel=False)
         for name, training in DENSE_TRAININGS.items()
@@ -368,8 +368,8 @@ def test_saved_bytes_per_tag_match_the_formulas_in_fp8(name, measured_in_fp8):
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", DENSE_TRAININGS)
-def test_saved_bytes_per_tag_match_the_formulas_without_sequence_parallelism(name, measured_whole):
-    compare(name, measured_whole)
+def test_saved_bytes_per_tag_match_the_formulas_without_sequence_parallelism(name, measured_without_sp):
+    compare(name, measured_without_sp)
 
 
 def name_run(run):

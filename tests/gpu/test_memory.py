@@ -104,7 +104,7 @@ def test_offload_lowers_the_peak_and_the_ledger_locates_it():
     engine.close()
 
 
-@pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "shapes that change"])
+@pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "changing shapes"])
 def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
     weights = make_weights("cuda", LAYERS, size=SIZE)
     engine = make_engine()  # without a window, allocations have the same order in every step

@@ -137,7 +137,7 @@ def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
     expected = case.run(plain, None)
 
     def run_full() -> None:
-        case.run(lambda sites, x, w: _then_full(plain(sites, x, w), device), engine)
+        case.run(lambda sites, x, w: _fill_device(plain(sites, x, w), device), engine)
 
     with pytest.raises(torch.OutOfMemoryError, match="raised by the test"):
         run_full()
@@ -146,6 +146,6 @@ def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
     close(engine)
 
 
-def _then_full(output: torch.Tensor, device: FullOnce) -> torch.Tensor:
+def _fill_device(output: torch.Tensor, device: FullOnce) -> torch.Tensor:
     device.is_full = True
     return output

@@ -213,7 +213,7 @@ class CountedMemory:
 def run_counted(monkeypatch, caplog, baseline, static_bytes):
     """Return a function that trains with steps that use more bytes than predicted."""
 
-    def run_it(excess_bytes, *, part=0.7, steps=6, on_trainer=lambda trainer: None):
+    def run_steps(excess_bytes, *, part=0.7, steps=6, on_trainer=lambda trainer: None):
         """Return the steps, the budget and the log lines about the budget."""
         caplog.set_level(logging.INFO, logger=AUTO_LOGGER)
         memory = CountedMemory(static_bytes, excess_bytes)
@@ -229,7 +229,7 @@ def run_counted(monkeypatch, caplog, baseline, static_bytes):
         lines = [(record.levelname, record.message) for record in caplog.records if "above the budget" in record.message]
         return found, budget_bytes, lines
 
-    return run_it
+    return run_steps
 
 
 def test_a_step_above_the_budget_triggers_a_new_plan(run_counted):
@@ -281,36 +281,36 @@ OFFLOAD_ONE = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
 def run_as_on_gpu(monkeypatch, run_counted, caplog):
     """Return a function that trains as on a GPU, where auto also tries a second plan."""
 
-    def run_it(*, second_s=0.5, second=OFFLOAD_ONE, excess_bytes=(0,), steps):
+    def run_steps(*, second_s=0.5, second=OFFLOAD_ONE, excess_bytes=(0,), steps):
         """Train with steps of 1 s under the first plan and of `second_s` under the second plan, `second`."""
-        seen, now_s, real = [], [0.0], solver.solve_leaving_free
+        measurements, now_s, real = [], [0.0], solver.solve_leaving_free
 
         def read_clock():
-            planned = seen[0].planned
+            planned = measurements[0].planned
             if planned is not None:
                 now_s[0] += second_s if planned.measured_step > 1 else 1.0
             return now_s[0]
 
         def solve(ranks, **options):
-            if seen[0]._first_tried is None:
+            if measurements[0]._first_tried is None:
                 return real(ranks, **options)
             if isinstance(second, Exception):
                 raise second
             solution = real(ranks, **options)
             return dataclasses.replace(solution, plan=dataclasses.replace(solution.plan, actions=second))
 
-        def see(trainer):
-            seen.append(trainer.integration.measurement)
-            monkeypatch.setattr(seen[0], "_is_on_gpu", True)
+        def register(trainer):
+            measurements.append(trainer.integration.measurement)
+            monkeypatch.setattr(measurements[0], "_is_on_gpu", True)
 
         monkeypatch.setattr(auto, "perf_counter", read_clock)
         monkeypatch.setattr(measured_plans, "solve_leaving_free", solve)
         # In so small a model, copies are much shorter than compute on a CPU.
         monkeypatch.setattr(host_overhead, "LEAST_EFFECT", 1e-9)
-        found, _, _ = run_counted(list(excess_bytes), steps=steps, on_trainer=see)
+        found, _, _ = run_counted(list(excess_bytes), steps=steps, on_trainer=register)
         return found, [record.message for record in caplog.records if "keeping" in record.message]
 
-    return run_it
+    return run_steps
 
 
 @pytest.mark.parametrize(("second_s", "kept"), [(0.5, "second"), (1.0, "first")])

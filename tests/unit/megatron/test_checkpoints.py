@@ -155,7 +155,7 @@ def make_offload(*, recomputes):
         (True, True, {"fp8": False}, True),
         (True, False, {"ckpt_manager": types.SimpleNamespace(add_checkpoint=lambda one: None)}, False),
     ],
-    ids=["a plan", "no plan", "FP8", "FP8 elsewhere", "several together"],
+    ids=["a plan", "no plan", "FP8", "FP8 disabled here", "with a manager"],
 )
 def test_checkpoints_in_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
     checkpoint = random.CheckpointWithoutOutput()

@@ -66,7 +66,7 @@ def list_offloaded(caplog):
         (["moe_router"], (*INSIDE, *OUTSIDE)),
     ],
 )
-@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("delays", [False, True], ids=["immediate", "delayed"])
 def test_graphed_training_with_offload_is_bitwise_identical_to_without(monkeypatch, modules, tags, delays):
     expected, _ = train(monkeypatch, modules)
     found, stats = train(monkeypatch, modules, make_config(*tags, delay_offload_until_cuda_graph=delays))

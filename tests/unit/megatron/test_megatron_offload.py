@@ -52,14 +52,14 @@ def test_resident_bytes_after_forward_drop_by_exactly_the_offloaded_bytes():
 @pytest.mark.quick
 def test_the_number_of_microbatches_may_change_between_steps():
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
-        bits, offloaded_bytes = [], []
+        results, offloaded_bytes = [], []
         with make_trainer(MOE, offload) as trainer:
             for count in (2, 4, 3):
                 trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
                 result = trainer.run_step()
-                bits.append((result.losses, result.gradient_digests))
+                results.append((result.losses, result.gradient_digests))
                 offloaded_bytes.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
-        return bits, offloaded_bytes
+        return results, offloaded_bytes
 
     expected, _ = run(None)
     found, offloaded_bytes = run(make_config(*MOE_TAGS))

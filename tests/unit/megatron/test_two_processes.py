@@ -147,13 +147,13 @@ BALANCE = list_variants(
 )
 
 
-def check_bits(results: list[list[StageResult]]) -> None:
+def check_results(results: list[list[StageResult]]) -> None:
     expected, *variants = ([(rank.losses, rank.gradient_digests) for rank in ranks] for ranks in results)
     assert all(variant == expected for variant in variants)
 
 
 def test_each_pipeline_rank_offloads_less_than_the_previous_one(pipelines):
-    check_bits(pipelines["balance"])
+    check_results(pipelines["balance"])
     _, unbalanced, balanced = pipelines["balance"]
     first, second = (
         sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(unbalanced, balanced, strict=True)
@@ -167,6 +167,6 @@ def test_each_pipeline_rank_offloads_less_than_the_previous_one(pipelines):
 def test_auto_plans_across_processes_and_is_bitwise_identical():
     trainings = {name: list_variants(f"{flags} {AUTO}", steps=3) for name, flags in BUDGETS.items()}
     for results in run_all(trainings, processes=2).values():
-        check_bits(results)
+        check_results(results)
         # The first stage has two microbatches in flight, so it needs the most memory.
         assert sum(results[1][0].transfers.values()) > 0

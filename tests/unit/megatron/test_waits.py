@@ -20,8 +20,8 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
-BY_MASK = pytest.mark.skipif(not permutes_by_mask(), reason="megatron-core 0.17 and newer sort without a host wait")
-SORTED = pytest.mark.skipif(permutes_by_mask(), reason="megatron-core before 0.17 waits for a mask")
+USES_MASK = pytest.mark.skipif(not permutes_by_mask(), reason="megatron-core 0.17 and newer sort without a host wait")
+USES_SORT = pytest.mark.skipif(permutes_by_mask(), reason="megatron-core before 0.17 waits for a mask")
 
 
 def record_step(flags, caplog, wait):
@@ -60,7 +60,7 @@ def replace_inner(wrapper, value, patch):
     ("flags", "wait"),
     [
         (MOE, ("MoEAllGatherTokenDispatcher", "dispatch_postprocess")),
-        pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=BY_MASK),
+        pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=USES_MASK),
     ],
 )
 def test_groups_that_end_before_a_wait_are_offloaded_right_after_it_in_order(flags, wait, caplog):
@@ -76,7 +76,7 @@ def test_groups_that_end_before_a_wait_are_offloaded_right_after_it_in_order(fla
     assert events == []
 
 
-@SORTED
+@USES_SORT
 def test_no_group_is_held_back_if_the_dispatcher_does_not_wait(caplog):
     with (
         make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer,
