@@ -18,7 +18,7 @@ def find_kernels(log: str) -> list[str]:
     """Return the attention kernels in a log of Transformer Engine, without duplicates.
 
     With `NVTE_DEBUG=1` and level 1 it logs the kernel for each new attention configuration:
-    `Running with FusedAttention backend (sub-backend 1)`. Level 2 also logs the candidates, in other words.
+    `Running with FusedAttention backend (sub-backend 1)`. Level 2 also logs the candidates, in a different format.
     """
     return sorted(set(re.findall(r"\bRunning with (\w+) backend\b", log)))
 

@@ -57,7 +57,7 @@ def test_three_backwards_of_a_retained_graph_are_bitwise_identical():
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
-def test_pageable_host_memory_is_bitwise_identical(prefetch_bytes):
+def test_steps_with_pageable_host_memory_are_bitwise_identical(prefetch_bytes):
     device = AcceleratorDevice(host_memory=HostMemory.PAGEABLE)
     case, engine = Case("cuda"), make_engine(device, prefetch_bytes=prefetch_bytes)
     expected = case.run(plain, None)

@@ -31,7 +31,7 @@ def make_inputs(seed: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [ALL, PAGEABLE], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("modules", [PATTERNS, list(PATTERNS)], ids=["tags", "globs"])
-def test_modules_selected_by_pattern(modules, config):
+def test_modules_selected_by_pattern_are_offloaded(modules, config):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, modules, config) as handle:
@@ -43,7 +43,7 @@ def test_modules_selected_by_pattern(modules, config):
     assert not has_hooks()
 
 
-def test_all_tensors_saved_in_a_block():
+def test_all_tensors_saved_in_a_block_are_offloaded():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = fgoffload.saved_tensors(ALL, group_bytes=3 * ROW_BYTES)
@@ -116,7 +116,7 @@ def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(view, dtype):
 
 @pytest.mark.filterwarnings("ignore")  # from torch itself and from inductor's imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled_models_with_offloaded_modules(backend):
+def test_offload_does_not_change_compiled_models(backend):
     inputs, expected = make_inputs(), None
     if backend == "inductor":
         pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
