@@ -5,10 +5,9 @@ import os
 import pytest
 import torch
 
-# Before CUDA starts: with workspaces of its own for each stream cuBLAS gives the same bits each time.
+# Set before CUDA starts: cuBLAS is deterministic only with separate workspaces per stream.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-# At 1, as Megatron wants it in some cases, all streams share one queue: few overtake another, and who leaves out a wait to see
-# that it is missed would not see it.
+# At 1, which Megatron sometimes requires, all streams share one hardware queue, which hides missing waits.
 os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 
 
@@ -28,7 +27,7 @@ def _deterministic():
 
 @pytest.fixture
 def _any_stream_may_accumulate():
-    """Parameters of these tests get gradients from several streams, on purpose; torch 2.10 and later warn of it."""
+    """Disable a warning of torch 2.10 and later: these tests accumulate gradients from several streams on purpose."""
     warn = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", lambda enabled: None)
     warn(enabled=False)
     yield

@@ -19,21 +19,21 @@ ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTION
 
 
 def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[str, Any]:
-    """Train one step, and another one in which every save is looked at.
+    """Train one step, and another one that records every save.
 
     Returns:
-        `bytes`, of each of `tags` in the first step: those that left and those that another tag had taken away. `rows`, of
-        each expert in each layer of experts, as the router sent them. `storages`: what each tag saved, for people.
+        `bytes`: bytes per tag that the first step offloads, including storages that another tag offloaded first. `rows`: rows
+        of each expert in each MoE layer, as routed. `storages`: the tensors that each tag saved, for error messages.
     """
     from fgoffload import OffloadConfig
     from fgoffload.trainer.data import TextData
     from fgoffload.trainer.trainer import Trainer, TrainingPolicy
 
     config = OffloadConfig(offload_modules=tuple(tags), min_offloaded_tensor_size=1)
-    # Megatron and torch look at this for every operator, and attention when it is built: with sinks it is fused without alone.
+    # Ops read this setting in each call, attention when it is built: with sinks it is only fused if not deterministic.
     policy = TrainingPolicy(is_deterministic=is_deterministic)
     with contextlib.closing(Trainer(arguments, TextData.load(), offload=config, policy=policy)) as trainer:
-        rows = note_rows(trainer)
+        rows = record_rows(trainer)
         trainer.run_step(with_digests=False)
         stats = trainer.integration.last_step.tags
         return {
@@ -43,25 +43,25 @@ def measure(arguments: Any, tags: list[str], *, is_deterministic: bool) -> dict[
         }
 
 
-def note_rows(trainer: Any) -> list[list[int]]:
-    """Return a list to which each forward of experts will add the rows of each expert of this rank, as they come, unpadded."""
+def record_rows(trainer: Any) -> list[list[int]]:
+    """Return a list to which each forward of experts appends the unpadded rows of each expert of this rank."""
     found: list[list[int]] = []
 
-    def note(module: Any, inputs: tuple[Any, ...]) -> None:
+    def record(module: Any, inputs: tuple[Any, ...]) -> None:
         _, tokens_per_expert, _ = inputs
         found.append(tokens_per_expert.tolist())
 
     for chunk in trainer.chunks:
         for module in chunk.modules():
             if type(module).__name__ == "TEGroupedMLP":
-                module.register_forward_pre_hook(note)
+                module.register_forward_pre_hook(record)
     return found
 
 
 def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
-    """Train a step and return what each tag saves in it: a shape, its type, the bytes of its storage, and how many of them.
+    """Train a step and return the shape, dtype, storage bytes and count of the tensors that each tag saves.
 
-    A storage counts once for each execution of a site. Parameters are left out, and what layers share is in it though it stays.
+    A storage counts once per execution of a site. Parameters are left out; tensors that layers share are included.
     """
     import torch
 
@@ -71,7 +71,7 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
     counts: collections.Counter[tuple[str, tuple[int, ...], str, int]] = collections.Counter()
     seen = set()
 
-    class Saves(ActivationLedger):
+    class SaveRecorder(ActivationLedger):
         def count_save(self, tensor: torch.Tensor, *, place: object = "") -> None:
             site, separator, _ = str(place).partition(" mb=")
             if not separator or type(tensor) is not torch.Tensor or is_of_leaf(tensor):
@@ -86,7 +86,7 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
 
         def observe(self, tensor: torch.Tensor) -> None: ...
 
-    with trainer.integration.engine.observe(Saves(parameters=())):
+    with trainer.integration.engine.observe(SaveRecorder(parameters=())):
         trainer.run_step(with_digests=False)
     found: dict[str, list[dict[str, Any]]] = {}
     for (tag, shape, dtype, nbytes), count in counts.items():
@@ -95,7 +95,7 @@ def list_storages(trainer: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    """Run all models of the request, one after another. They differ in the model only, not in the parallel layout."""
+    """Run all models of the request, one after another. They all have the same parallel layout."""
     import torch
     from support.fused_kernels import fused_kernels
     from support.shrunk_models import balanced_routing
@@ -113,7 +113,7 @@ def main(rank: int, processes: int, folder: Path) -> None:
     request: dict[str, Any] = json.loads((folder / "request.json").read_text())
     results: dict[str, dict[str, Any] | str] = {}
     for name, training in request["trainings"].items():
-        sys.stdout.write(f"{name}\n")  # the last one in the log is the one that hung, or ended the process
+        sys.stdout.write(f"{name}\n")  # the last name in the log is the one that hung or crashed
         sys.stdout.flush()
         try:
             arguments = parse_arguments(training["flags"].split(), source="test", world_size=processes)
@@ -121,13 +121,13 @@ def main(rank: int, processes: int, folder: Path) -> None:
             with kernels, balanced_routing():
                 if not parallel_state.model_parallel_is_initialized():
                     initialize_parallel(arguments)
-                    gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
+                    gc.freeze()  # closing a trainer collects garbage; this skips imported modules
                 results[name] = measure(arguments, training["tags"], is_deterministic=request["is_deterministic"])
-        except Exception:  # noqa: BLE001 - whatever it is, the test says it
+        except Exception:  # noqa: BLE001 - the test reports any error
             results[name] = traceback.format_exc()
     (folder / f"result-{rank}.json").write_text(json.dumps(results))
     sys.stdout.flush()
-    # Destructors of what a failed training has left could wait for another rank for ever.
+    # Destructors of a failed training could wait for another rank forever.
     os._exit(0)
 
 

@@ -33,10 +33,6 @@ DENSE_TAGS = f"{ATTENTION_TAGS} {MLP_TAGS}"
 MOE_TAGS = f"{ATTENTION_TAGS} {EXPERT_TAGS}"
 MIXED_TAGS = f"{MOE_TAGS} {MLP_TAGS} shared_expert"
 LATENT_TAGS = f"attn_norm {MIXED_TAGS}"
-MODULES = ("core_attn", "layernorm", "mla_up_proj", "mlp", "moe", "moe_act", "shared_experts")
-"""What Megatron recomputes: `--recompute-modules`."""
-METHODS = ("block", "uniform")
-"""Of full recompute: `--recompute-method`. In rows of `block` one layer runs again, and the others do not."""
 
 
 Plan = tuple[tuple[int, str, str], ...]
@@ -46,7 +42,7 @@ _ACTIONS = {"K": "keep", "R": "recompute", "O": "offload", "B": "recompute+offlo
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One training."""
+    """One training run."""
 
     name: str
     flags: str
@@ -54,52 +50,27 @@ class Row:
     gpus: int = 1
     plan: Plan = ()
     options: tuple[tuple[str, float], ...] = ()
-    """Fields of `OffloadConfig`, and their values."""
+    """Fields of `OffloadConfig` and their values."""
     layers_by_chunk: int | None = None
-    """Layers that the first chunks of all ranks have together, in an interleaved pipeline; None without one."""
+    """Layers in the first chunks of all ranks together, in an interleaved pipeline; otherwise None."""
     evaluates_after: tuple[int, ...] = ()
-    """Evaluate after so many steps; 0 is before the first."""
+    """Steps after which to evaluate; 0 is before the first step."""
     attention: str = "FusedAttention"
-    """The kernel of Transformer Engine's that has to run."""
-    refused: tuple[tuple[str, str], ...] = ()
-    """Of each generation of Megatron-Core that cannot take the row: how its version begins, and why."""
+    """The attention kernel of Transformer Engine that must run."""
+    unsupported: tuple[tuple[str, str], ...] = ()
+    """Version prefix and reason for each generation of Megatron-Core that does not support the row."""
 
-    def find_refusal(self, version: str) -> str | None:
-        """Return why Megatron-Core of this version cannot take the row, or None where it can."""
-        return next((reason for start, reason in self.refused if version.startswith(start)), None)
+    def find_unsupported_reason(self, version: str) -> str | None:
+        """Return why this version of Megatron-Core does not support the row, or None if it does."""
+        return next((reason for start, reason in self.unsupported if version.startswith(start)), None)
 
     def find_chunk(self, layer: int) -> int:
-        """Return in which chunk of its rank a layer is, from 0."""
+        """Return the index of a layer's chunk on its rank."""
         return 0 if self.layers_by_chunk is None else layer // self.layers_by_chunk
 
 
-@dataclasses.dataclass(frozen=True)
-class Impossible:
-    """Tags that a recompute leaves nothing to offload."""
-
-    tags: str
-    modules: str
-    """Of `--recompute-modules`, or a `--recompute-method` of full recompute."""
-    reason: str
-
-
-IMPOSSIBLE = (
-    Impossible("layer_input", " ".join(MODULES), "it is the input of a layer that runs again as a whole, which none does"),
-    Impossible("core_attn attn_proj", "core_attn", "attention keeps what it was given, and its output is not saved"),
-    Impossible("expert_fc2", "moe_act", "its input, the activation's output, is made again"),
-    Impossible(MLP_TAGS, "mlp", "the dense MLP keeps its input alone, and inside it nothing is saved"),
-    Impossible(
-        "shared_expert router expert_fc1 moe_act expert_fc2 moe_combine",
-        "moe",
-        "the layer's experts keep their input alone, and inside them nothing is saved",
-    ),
-    Impossible("shared_expert", "shared_experts", "they keep their input alone, and inside them nothing is saved"),
-    Impossible(LATENT_TAGS, "uniform", "all layers run again, and keep their input alone"),
-)
-
-
 def make_plan(*layers: str) -> Plan:
-    """Return a plan of these layers, from 0 on: `core_attn=R mlp_norm=B` recomputes one and offloads the input of the other."""
+    """Return a plan for these layers, from layer 0 on, with lines of `tag=action` such as `core_attn=R mlp_norm=B`."""
     cells = [(number, *cell.split("=")) for number, layer in enumerate(layers) for cell in layer.split()]
     return tuple((number, tag, _ACTIONS[action]) for number, tag, action in cells)
 
@@ -121,7 +92,7 @@ PLAN_DELAYED = make_plan(
     "attn_norm=K core_attn=R expert_fc1=O",
     "layer=R layer_input=O",
 )
-"""Delayed scaling refuses linears that keep their original input, which two of the other mix need."""
+"""Like PLAN_MIX, without linears that save their original input, which delayed scaling does not support."""
 PLAN_LATENT = make_plan(
     "attn_norm=O mla_up_proj=R mlp_act=O",
     "attn_norm=O qkv_linear=O mla_up_proj=R core_attn=O attn_proj=O expert_fc1=O",
@@ -132,8 +103,8 @@ PLAN_OFFLOADS = make_plan(
     "qkv_linear=K core_attn=O attn_proj=K mlp_norm=O shared_expert=O router=K expert_fc1=O moe_act=K expert_fc2=O",
     "qkv_linear=O core_attn=K mlp_norm=K shared_expert=K router=O expert_fc1=K moe_act=O",
 )
-"""Nothing recomputes, as combined 1F1B needs it."""
-# For four layers, of which an interleaved pipeline of two stages has the first two in its first chunks.
+"""No recompute, which combined 1F1B does not support."""
+# For four layers: an interleaved pipeline of two stages has layers 0 and 1 in its first chunks.
 PLAN_MIX_FOUR = make_plan(
     "qkv_linear=O core_attn=O attn_proj=O mlp_fc1=O mlp_act=O mlp_fc2=O",
     "attn_norm=K core_attn=R mlp_norm=B moe_act=B expert_fc1=O",
@@ -161,7 +132,7 @@ ROWS = (
         "MoE, op fuser",
         f"{MOE} --use-transformer-engine-op-fuser",
         f"{ATTENTION_TAGS} mlp_norm router fused_group_mlp moe_combine",
-        refused=tuple((version, "its experts have no op fuser") for version in ("0.16", "0.17", "0.18")),
+        unsupported=tuple((version, "its experts have no op fuser") for version in ("0.16", "0.17", "0.18")),
     ),
     Row("half of the sites", MOE, MOE_TAGS, options=(("activation_offload_fraction", 0.5),)),
     Row("MoE, fused permutation", f"{MOE} --moe-permute-fusion", MOE_TAGS.replace(" moe_combine", "")),
@@ -179,7 +150,7 @@ ROWS = (
     ),
     Row("variable sequence length", f"{MOE} --variable-seq-lengths", MOE_TAGS),
     Row("dropout off", f"{MIXED} {NO_DROPOUT}", MIXED_TAGS),
-    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS, attention="UnfusedDotProductAttention"),  # no other one has fp32
+    Row("fp32", MIXED.replace("--bf16 ", ""), MIXED_TAGS, attention="UnfusedDotProductAttention"),  # the only kernel for fp32
     *(
         Row(f"FP8, {recipe}", f"{MIXED} --fp8-format {fmt} --fp8-recipe {recipe}", MIXED_TAGS)
         for recipe, fmt in (("delayed", "hybrid"), ("tensorwise", "hybrid"), ("blockwise", "e4m3"))
@@ -206,7 +177,7 @@ ROWS = (
     Row("recompute moe_act, MLA", f"{LATENT} {SELECTIVE} moe_act", LATENT_TAGS.replace(" expert_fc2", "")),
     Row("recompute shared_experts, MLA", f"{LATENT} {SELECTIVE} shared_experts", f"attn_norm {MOE_TAGS} {MLP_TAGS}"),
     Row("full recompute, block", f"{MIXED} {FULL} block", f"layer_input {MOE_TAGS} shared_expert"),
-    # Two dense layers, of which the first alone runs again.
+    # Two dense layers; only the first is recomputed.
     Row(
         "full recompute, block, MLA",
         f"{LATENT} --num-layers 4 --moe-layer-freq [0]*2+[1]*2 {FULL} block",
@@ -330,7 +301,7 @@ ROWS = (
         MOE_TAGS,
         gpus=4,
     ),
-    # Under overlap each rank runs a microbatch more ahead: with fewer than four the first rank would never overlap.
+    # With overlap each rank runs one more microbatch ahead: with fewer than four the first rank would never overlap.
     Row(
         "expert-parallel overlap (combined 1F1B), interleaved, four GPUs",
         f"{MOE} --global-batch-size 16 --num-layers 4 {VIRTUAL} {OVERLAP}",
@@ -351,4 +322,4 @@ SHORT = (
     *(f"FP8, {recipe}" for recipe in ("delayed", "tensorwise", "blockwise")),
     "plan: keep, recompute, offload",
 )
-"""The rows of `--short`: each kind of model once, both ways that experts run, and each recipe of FP8."""
+"""The rows of `--short`: each kind of model, both implementations of experts, and each FP8 recipe."""

@@ -16,7 +16,7 @@ from megatron.training.arguments import parse_and_validate_args
 
 
 class RandomTokens(torch.utils.data.Dataset):
-    """Sequences of random tokens, each the same whenever it is asked for."""
+    """Random but reproducible sequences of tokens."""
 
     def __init__(self, count: int, seq_length: int, vocab_size: int) -> None:
         self._count, self._seq_length, self._vocab_size = count, seq_length, vocab_size
@@ -31,28 +31,28 @@ class RandomTokens(torch.utils.data.Dataset):
 
 
 def make_datasets(counts):
-    """Return the datasets for training, validation and tests, of which the last two are not there."""
+    """Return the datasets for training, validation and tests; the last two are None."""
     arguments = get_args()
     return RandomTokens(counts[0], arguments.seq_length, arguments.vocab_size), None, None
 
 
 def run_forward(batches, model):
-    """Run one forward, and return its output and what makes a loss of it."""
+    """Run one forward; return its output and the loss function."""
     batch = next(batches)
     tokens, labels = batch["tokens"].cuda(), batch["labels"].cuda()
     positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
-    # No mask: attention makes the causal one itself.
+    # No mask: attention applies the causal mask itself.
     return model(tokens, positions, None, labels=labels), compute_loss
 
 
 def compute_loss(output):
-    """Return the mean loss of a microbatch, and what Megatron logs of it."""
+    """Return the mean loss of a microbatch, and the values that Megatron logs."""
     loss = output.float().mean()
     return loss, {"lm loss": loss.detach().clone()}
 
 
 if __name__ == "__main__":
-    # A wheel has the helpers of datasets compiled, and not the Makefile by which Megatron would compile them at every start.
+    # Wheels contain the compiled dataset helpers, but not the Makefile that Megatron runs at every start.
     utils.compile_helpers = lambda: None
     parsed = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     container = pretrain_cfg_container_from_args(parsed, gpt_config_from_args(parsed))

@@ -1,12 +1,12 @@
-"""Runs the GPU column of the support matrix: trains each row twice without and once with offload, and compares all bits.
+"""Runs the GPU column of the support matrix: trains each row twice without and once with offload, and compares bitwise.
 
     python tests/gpu/run_megatron_matrix.py [--jobs 6] [--gpus 1] [--only WORDS | --short] [--out FOLDER] [--megatron CHECKOUT]
 
-Each row runs in separate processes, one per GPU that it needs, since Transformer Engine and Megatron keep state per process. If
-the two runs without offload differ, the row says nothing about offload, and the table says so. `--megatron` uses the
-Megatron-Core of a checkout instead of the installed one. Rows that it does not support show the reason and are not failures.
+Each row runs in separate processes, one per GPU, since Transformer Engine and Megatron keep state per process. If the two runs
+without offload differ, the table reports the row as not reproducible. `--megatron` uses the Megatron-Core of a checkout instead
+of the installed one. Rows that it does not support show the reason and are not failures.
 
-What you should see: a line for each row as it ends, and a table at the end, which the script also writes to
+What you should see: a line for each finished row, and a table at the end, which the script also writes to
 `matrix_1gpu_0.19.2.md`. The exit code is 0 if every row that ran is equal.
 """
 
@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from megatron_results import Line, format_table, is_failure, judge_row, make_line, summarize
+from megatron_results import Line, format_table, is_failure, make_line, make_result_line, summarize
 from megatron_rows import ROWS, SHORT, Row
 
 STEPS = 2
@@ -30,14 +30,14 @@ TIMEOUT_SECONDS = 240
 
 
 def main() -> int:
-    """Run the rows, write the table, and return how many rows are not equal."""
+    """Run the rows, write the table, and return the number of failures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=6, help="rows at a time")
-    parser.add_argument("--gpus", type=int, default=1, help="rows that need so many GPUs")
-    parser.add_argument("--only", default="", help="rows whose name has one of these, separated by commas")
-    parser.add_argument("--short", action="store_true", help="a few rows, one of each kind: under four minutes on one GPU")
-    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="where results and logs go")
-    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="folder of the Megatron-LM that runs")
+    parser.add_argument("--jobs", type=int, default=6, help="number of rows to run at the same time")
+    parser.add_argument("--gpus", type=int, default=1, help="run the rows that need this number of GPUs")
+    parser.add_argument("--only", default="", help="run the rows whose name contains one of these comma-separated words")
+    parser.add_argument("--short", action="store_true", help="run a few rows, one of each kind: under four minutes on one GPU")
+    parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="folder for results and logs")
+    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="checkout of Megatron-LM to use")
     parser.add_argument("--worker", nargs=3, metavar=("ROW", "RANK", "FOLDER"), help="for internal use")
     arguments = parser.parse_args()
     if arguments.worker:
@@ -45,11 +45,11 @@ def main() -> int:
         run_worker(next(row for row in ROWS if row.name == name), int(rank), Path(folder))
         return 0
     if arguments.megatron and not (arguments.megatron / "megatron" / "core" / "__init__.py").is_file():
-        parser.error(f"--megatron {arguments.megatron} is no checkout of Megatron-LM: it has no megatron/core.")
+        parser.error(f"--megatron {arguments.megatron} is not a checkout of Megatron-LM: it has no megatron/core.")
     arguments.out.mkdir(parents=True, exist_ok=True)
     environment = make_environment(arguments.megatron)
-    version, devices = ask_workers(environment)
-    say(f"Megatron-Core {version}, {devices} GPUs")
+    version, devices = query_workers(environment)
+    show(f"Megatron-Core {version}, {devices} GPUs")
     words = [word for word in arguments.only.split(",") if word]
     chosen = [row for row in ROWS if row.name in SHORT] if arguments.short else ROWS
     rows = [row for row in chosen if row.gpus == arguments.gpus and (not words or any(word in row.name for word in words))]
@@ -63,20 +63,20 @@ def main() -> int:
         )
     table = format_table(lines, version)
     (arguments.out / f"matrix_{arguments.gpus}gpu_{version}.md").write_text(table)
-    say(table)
-    say(summarize(lines, version))
+    show(table)
+    show(summarize(lines, version))
     return sum(map(is_failure, lines))
 
 
 def make_environment(checkout: Path | None) -> dict[str, str]:
-    """Return the environment of the workers, in which the Megatron-Core of `checkout` comes before an installed one."""
+    """Return the environment of the workers, which import Megatron-Core from `checkout` if it is given."""
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(text for text in (str(checkout.resolve()) if checkout else None, before) if text)
     return {**os.environ, "NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "1", **({"PYTHONPATH": path} if path else {})}
 
 
-def ask_workers(environment: Mapping[str, str]) -> tuple[str, int]:
-    """Return the version of the Megatron-Core that workers import, and how many GPUs they see."""
+def query_workers(environment: Mapping[str, str]) -> tuple[str, int]:
+    """Return the version of Megatron-Core that workers import, and the number of GPUs that they see."""
     code = "import megatron.core, torch; print(megatron.core.__version__, torch.cuda.device_count())"
     command = [sys.executable, "-W", "ignore", "-c", code]
     answer = subprocess.run(command, env=dict(environment), stdout=subprocess.PIPE, text=True, check=True)
@@ -85,7 +85,7 @@ def ask_workers(environment: Mapping[str, str]) -> tuple[str, int]:
 
 
 def choose_devices(environment: Mapping[str, str], row: Row, number: int, devices: int) -> dict[str, str]:
-    """Return the environment for the row `number` of a list, with GPUs that rows take in turn."""
+    """Return the environment for row `number` of a list; rows use the GPUs in turn."""
     if devices <= row.gpus:
         return dict(environment)
     given = environment.get("CUDA_VISIBLE_DEVICES")
@@ -95,13 +95,13 @@ def choose_devices(environment: Mapping[str, str], row: Row, number: int, device
 
 
 def run_row(row: Row, out: Path, environment: Mapping[str, str], version: str) -> Line:
-    """Run the processes of `row`, if this version of Megatron-Core can take it, and return its line."""
+    """Run the processes of `row`, if this version of Megatron-Core supports it, and return its line."""
     begin = time.perf_counter()
-    refusal = row.find_refusal(version)
-    line = run_processes(row, out, environment) if refusal is None else make_line(row.name, f"refused: {refusal}")
-    say(
-        f"{time.perf_counter() - begin:6.1f} s  {line['row']}: {line['equal']} ({line['attention']}, reproduces "
-        f"{line['reproduces']}, moved {line['moved']})"
+    reason = row.find_unsupported_reason(version)
+    line = run_processes(row, out, environment) if reason is None else make_line(row.name, f"unsupported: {reason}")
+    show(
+        f"{time.perf_counter() - begin:6.1f} s  {line['row']}: {line['equal']} ({line['attention']}, reproducible "
+        f"{line['reproducible']}, offloaded tags {line['offloaded']})"
     )
     return line
 
@@ -128,44 +128,44 @@ def run_processes(row: Row, out: Path, environment: Mapping[str, str]) -> Line:
     errors = [rank["error"] for rank in ranks if rank.get("error")]
     if errors or len(ranks) < row.gpus:
         return make_line(row.name, f"failed: {errors[0] if errors else find_last_line(text)}"[:300])
-    return judge_row(row.name, ranks, expected_kernel=row.attention, log=text)
+    return make_result_line(row.name, ranks, expected_kernel=row.attention, log=text)
 
 
-def say(line: str) -> None:
-    """Show a line at once."""
+def show(line: str) -> None:
+    """Print a line and flush it."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
 def find_last_line(text: str) -> str:
-    """Return the last line of a log that says something."""
+    """Return the last line of a log that is not blank."""
     return next((line for line in reversed(text.splitlines()) if line.strip()), "no output")
 
 
 def run_worker(row: Row, rank: int, folder: Path) -> None:
-    """Train as `row` says and write what was found."""
+    """Train `row` and write the results."""
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    # Megatron asks for it before it takes the op fuser; Transformer Engine has its fused kernel for Blackwell alone.
+    # Megatron requires it for the op fuser; Transformer Engine has the fused kernel only for Blackwell.
     os.environ.setdefault("NVTE_CUTEDSL_FUSED_GROUPED_MLP", "1")
     try:
         found = compare(row, rank, folder)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the table says it
+    except Exception as error:  # noqa: BLE001 - the table reports any error
         import traceback
 
         traceback.print_exc()
         found = {"error": f"{type(error).__name__}: {error}"}
     (folder / f"{rank}.json").write_text(json.dumps(found))
     sys.stdout.flush()
-    # Another rank may wait for this one for ever.
+    # Another rank may wait for this one forever.
     os._exit(0)
 
 
 def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
-    """Return whether the training without offload reproduces itself, and whether the one with offload is equal to it."""
+    """Return whether the baseline is reproducible, and whether training with offload is equal to it."""
     import torch
 
     from fgoffload import Action, OffloadConfig, OffloadPlan, Site
@@ -187,19 +187,19 @@ def compare(row: Row, rank: int, folder: Path) -> dict[str, object]:
         options["offload_plan"] = path
     config = OffloadConfig(offload_modules=tuple(row.tags.split()), **options)
     first, again = (train(arguments, row, None)[0] for _ in range(2))
-    with_offload, tags, moved = train(arguments, row, config)
+    with_offload, tags, offloaded = train(arguments, row, config)
     differ = [name for name, digest in first[1][-1].items() if with_offload[1][-1].get(name) != digest]
     return {
-        "reproduces": first == again,
+        "reproducible": first == again,
         "equal": first == with_offload,
         "differ": f"{len(differ)} of {len(first[1][-1])} {differ[:2]} losses {first[0] == with_offload[0]}",
         "tags": tags,
-        "moved": moved,
+        "offloaded": offloaded,
     }
 
 
 def train(arguments, row: Row, config) -> tuple[tuple[object, list[dict[str, str]], object], tuple[str, ...], dict[str, int]]:
-    """Return losses, digests and evaluations, the selected tags, and the bytes that left by tag."""
+    """Return losses, digests and evaluations, the selected tags, and the offloaded bytes by tag."""
     import contextlib
 
     from fgoffload.trainer.data import TextData
@@ -212,11 +212,11 @@ def train(arguments, row: Row, config) -> tuple[tuple[object, list[dict[str, str
                 evaluations.append(trainer.evaluate())
             if step < STEPS:
                 results.append(trainer.run_step())
-        tags, moved = (), {}
+        tags, offloaded = (), {}
         if trainer.integration is not None:
             tags = trainer.integration.selected
-            moved = {tag: stats.d2h_bytes for tag, stats in trainer.integration.last_step.tags.items()}
-    return ([r.losses for r in results], [r.gradient_digests for r in results], evaluations), tags, moved
+            offloaded = {tag: stats.d2h_bytes for tag, stats in trainer.integration.last_step.tags.items()}
+    return ([r.losses for r in results], [r.gradient_digests for r in results], evaluations), tags, offloaded
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tests usage that plain torch allows, on a device that copies while forward runs."""
+"""Tests code that is valid in plain torch, on a device that copies while forward runs."""
 
 import contextlib
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("_deterministic")
 
 
 class WritesLogits(torch.autograd.Function):
-    """Writes its gradient over what it was given, and counts no version, as a Triton kernel does."""
+    """Overwrites its input with its gradient without a version bump, as a Triton kernel does."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -45,7 +45,7 @@ def write_logits(x, context):
     with context:
         logits = x * 2
         log = logits.cosh()
-        _ = log.sin()  # the logits are on their way to the host now
+        _ = log.sin()  # the logits are being copied to the host now
         return WritesLogits.apply(logits)
 
 
@@ -62,9 +62,9 @@ def transforms(x, context):
         return (value + tangent + inner * x).sum()
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # raised inside jvp
 @pytest.mark.parametrize("step", [write_logits, noise, transforms])
-def test_gradients_are_those_of_plain_torch(step):
+def test_gradients_match_plain_torch(step):
     def run(context):
         x = torch.linspace(-1, 1, N * N, device="cuda").view(N, N).requires_grad_()
         step(x, context).backward()
@@ -77,7 +77,7 @@ def test_gradients_are_those_of_plain_torch(step):
     block.close()
 
 
-def test_a_gradient_that_is_scaled_in_place_changes_no_buffer():
+def test_scaling_a_gradient_in_place_does_not_change_buffers():
     weight, buffer = nn.Parameter(torch.ones(N, N, device="cuda")), torch.ones(N, N, device="cuda")
     block = fgoffload.saved_tensors(ALL, group_bytes=1)
     with block:

@@ -6,7 +6,7 @@ import torch
 from fgoffload.integrations.megatron.profile.device_memory import find_device_memory
 
 NBYTES = 8 << 20
-"""Of a tensor: a whole number of the allocator's steps."""
+"""Size of a tensor: a multiple of the allocator's granularity."""
 
 
 @pytest.fixture
@@ -16,27 +16,27 @@ def memory():
     return found
 
 
-def take(tensors):
-    """Allocate so many tensors at once, and give them back."""
+def allocate(tensors):
+    """Allocate `tensors` tensors at once, and free them."""
     kept = [torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(tensors)]
     kept.clear()
 
 
-def test_the_peak_is_counted_without_beginning_anew(memory):
+def test_counting_the_peak_does_not_reset_it(memory):
     start_bytes = memory.count_allocated()
-    take(3)
+    allocate(3)
     assert memory.count_peak() == start_bytes + 3 * NBYTES
-    take(1)
+    allocate(1)
     assert memory.count_peak() == start_bytes + 3 * NBYTES
     assert memory.count_allocated() == start_bytes
 
 
-def test_a_reading_begins_anew_and_taking_the_peak_forgets_all_of_them(memory):
+def test_reading_resets_the_current_peak_and_take_peak_resets_the_overall_peak(memory):
     start_bytes = memory.count_allocated()
-    take(3)
+    allocate(3)
     assert memory.read().peak_bytes == start_bytes + 3 * NBYTES
     assert memory.count_peak() == start_bytes
-    take(2)
+    allocate(2)
     assert memory.read().peak_bytes == start_bytes + 2 * NBYTES
     assert memory.take_peak() == start_bytes + 3 * NBYTES
     assert memory.take_peak() == start_bytes

@@ -1,6 +1,6 @@
 """Tests that each wait of the engine is necessary: results are bitwise identical with all waits, and differ without any one.
 
-Each scenario puts one piece of work behind a sleep, so that only the wait in question keeps another from overtaking it.
+Each scenario delays one operation by a sleep, so that only the wait under test keeps another one from overtaking it.
 """
 
 import pytest
@@ -25,35 +25,35 @@ def run(
     return found
 
 
-def is_right(
+def is_bitwise_identical(
     hazard: Hazard, *, left_out: Hazard | None = None, scenario: Scenario | None = None, late_ms: float = LATE_MS[0]
 ) -> bool:
-    """Return whether `scenario`, by default that of `hazard`, gives the bits that it gives without an engine."""
+    """Return whether `scenario`, by default that of `hazard`, is bitwise identical to a run without an engine."""
     scenario = scenario or SCENARIOS[hazard]
     expected = run(hazard, scenario, HostileGpu(), has_engine=False)
-    # Once in vain: the driver loads kernels when they are first used, and may wait for all streams then.
+    # Warm-up: the driver loads kernels at their first use, and may synchronize all streams.
     run(hazard, scenario, HostileGpu(), has_engine=True)
     found = run(hazard, scenario, HostileGpu(left_out=left_out), has_engine=True, late_ms=late_ms)
     return have_same_bits(expected, found)
 
 
-OF_GRAPHS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}
-"""Shown on the recording device: `tests/unit/engine/test_happens_before.py`."""
+GRAPH_HAZARDS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}
+"""Tested on the recording device: `tests/unit/engine/test_happens_before.py`."""
 
 
 def test_each_hazard_has_a_scenario():
-    assert set(SCENARIOS) == set(Hazard) - OF_GRAPHS
+    assert set(SCENARIOS) == set(Hazard) - GRAPH_HAZARDS
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
-def test_with_all_waits_the_bits_are_the_same(hazard):
-    assert is_right(hazard)
+def test_results_are_bitwise_identical_with_all_waits(hazard):
+    assert is_bitwise_identical(hazard)
 
 
 @pytest.mark.parametrize("hazard", SCENARIOS, ids=lambda hazard: hazard.name)
-def test_without_its_wait_the_bits_differ(hazard):
-    assert not all(is_right(hazard, left_out=hazard, late_ms=late_ms) for late_ms in LATE_MS)
+def test_results_differ_without_the_wait(hazard):
+    assert not all(is_bitwise_identical(hazard, left_out=hazard, late_ms=late_ms) for late_ms in LATE_MS)
 
 
-def test_a_storage_that_has_left_and_is_saved_again_on_another_stream_is_read_before_its_memory_goes():
-    assert is_right(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)
+def test_memory_is_freed_only_after_reads_by_a_second_save_on_another_stream():
+    assert is_bitwise_identical(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)

@@ -1,4 +1,4 @@
-"""Tests pinned host memory on a real device: exact size as the system counts it, blocks of several parts, budgets, refusals."""
+"""Tests pinned host memory on a real device: exact size as counted by the system, blocks of several parts, budgets, errors."""
 
 from pathlib import Path
 
@@ -12,34 +12,34 @@ from fgoffload.engine.host_arena import HostArena
 from fgoffload.units import GIB, MIB
 
 SLACK_BYTES = 16 * MIB
-"""What the driver and Python may take beside: tables of pages, 8 bytes for each 4 KiB, and a few of their own."""
+"""Extra memory that the driver and Python may use: page tables, 8 bytes per 4 KiB, and small allocations."""
 
 
 def read_resident_bytes() -> int:
-    """Return the resident bytes of this process that no file backs, private and shared.
+    """Return the resident bytes of this process that are not backed by files, private and shared.
 
-    Memory that the driver locks was touched and counts here. `VmLck` counts what `mlock` locks, and need not know of it.
+    Memory that the driver pins is resident and counts here. `VmLck` only counts memory locked by `mlock`.
     """
     lines = Path("/proc/self/status").read_text().splitlines()
     kib = [int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:"))]
     if not kib:
-        pytest.skip("this kernel does not tell RssAnon")
+        pytest.skip("this kernel does not report RssAnon")
     return sum(kib) * 1024
 
 
 @pytest.fixture
 def device() -> AcceleratorDevice:
     device = AcceleratorDevice()
-    device.allocate_host(MIB).close()  # whatever CUDA sets up at the first lock
+    device.allocate_host(MIB).close()  # CUDA's setup at the first pinning
     return device
 
 
-def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(device):
+def test_resident_memory_grows_by_the_reserved_bytes_without_rounding(device):
     arena = HostArena(device, budget=2 * GIB)
     before = read_resident_bytes()
     blocks = [arena.find_block(size_bytes) for size_bytes in (257 * MIB, 300 * MIB + 1, 513 * MIB)]
     reserved_bytes = arena.reserved_bytes
-    assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up it would be 2 GiB
+    assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up to powers of two it would be 2 GiB
     assert abs(read_resident_bytes() - before - reserved_bytes) < SLACK_BYTES
     assert all(is_locked(block.parts[0]) for block in blocks)
     blocks.clear()
@@ -47,7 +47,7 @@ def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(devi
     assert read_resident_bytes() - before < SLACK_BYTES
 
 
-def test_shapes_that_change_reuse_what_is_locked(device):
+def test_changing_shapes_reuse_pinned_memory(device):
     arena = HostArena(device, budget=GIB)
     whole = arena.find_block(200 * MIB)
     del whole
@@ -84,8 +84,8 @@ def test_a_block_of_several_parts_is_reloaded_bitwise_identical(device):
     arena.close()
 
 
-def read_late(device):
-    """Return an arena whose only block, full of sevens and free again, is still copied; the copy, and the event of its end."""
+def start_late_read(device):
+    """Return an arena whose only block, filled with 7 and free again, is still being copied; the target, and the event."""
     arena = HostArena(device, budget=64 * MIB, slab_bytes=64 * MIB)
     block = arena.find_block(64 * MIB)
     block.parts[0].fill_(7)
@@ -98,8 +98,8 @@ def read_late(device):
     return arena, target, block.place.last_read
 
 
-def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
-    arena, target, read = read_late(device)
+def test_a_block_with_a_pending_read_is_returned_with_its_event(device):
+    arena, target, read = start_late_read(device)
     again = arena.find_block(64 * MIB)
     assert again.reads_to_wait_for == (read,)
     for event in again.reads_to_wait_for:
@@ -111,20 +111,20 @@ def test_a_block_that_is_still_read_is_handed_out_with_the_read(device):
     arena.close()
 
 
-def test_closing_waits_for_a_copy_that_still_reads(device):
-    arena, target, _ = read_late(device)
+def test_close_waits_for_pending_reads(device):
+    arena, target, _ = start_late_read(device)
     arena.close()
     assert bool((target == 7).all())
 
 
-def test_memory_that_nobody_has_is_one_clear_error(device):
+def test_allocating_more_than_the_host_has_raises_a_state_error(device):
     with pytest.raises(StateError, match="--offload-host-budget"):
         device.allocate_host(1 << 55)
-    torch.cuda.synchronize()  # the error did not stay behind
+    torch.cuda.synchronize()  # the error does not reappear
     assert torch.ones(2, device="cuda").sum().item() == 2
 
 
-def test_pageable_memory_is_not_locked():
+def test_pageable_memory_is_not_pinned():
     slab = AcceleratorDevice(host_memory=HostMemory.PAGEABLE).allocate_host(MIB)
     assert not is_locked(slab.buffer)
     slab.close()

@@ -2,7 +2,7 @@
 
 The tests cover the layers of each file of `arguments/`, and variants that differ in one flag. All sizes differ, so that no two
 formulas agree by chance: neither the heads together nor an expert is as wide as the hidden states. A step is one microbatch.
-Tensors that all layers share outlive it, and stay on the device from then on.
+Tensors that all layers share outlive the step and stay on the GPU.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ OVERLAP_SHAPE = with_experts(shared_ffn_hidden_size=192, has_shared_overlap=True
 
 
 class Training(NamedTuple):
-    """What to train, its layers as the planner sees them, and which of their units Megatron's flags let run again."""
+    """Flags of a training, its layers as the planner models them, and the units that its flags recompute."""
 
     flags: str
     layers: list[LayerShape]
@@ -126,7 +126,7 @@ TRAININGS = {
 }
 
 
-# FP8: rows are multiples of 16 and channels too. Of experts neither the rows are multiples of 128 nor the channels.
+# FP8: rows and channels are multiples of 16. Those of experts are not multiples of 128.
 
 FP8 = {
     "delayed": "--fp8-format hybrid --fp8-recipe delayed",
@@ -137,7 +137,7 @@ GROUPS = "--group-query-attention --num-query-groups 2"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 NORMS = ("attn_norm", "mlp_norm")
 MIXED_SHAPES = [with_groups(shape) for shape in (DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE)]
-OF_ANY_RECIPE = {
+ANY_RECIPE = {
     "dense, query groups": Training(f"{DENSE} {GROUPS}", [with_groups(DENSE_SHAPE)] * LAYERS),
     "dense and shared experts, query groups": Training(f"{MIXED} {GROUPS}", MIXED_SHAPES),
     "shared experts overlapped": Training(f"{MIXED} --moe-shared-expert-overlap", [DENSE_SHAPE, OVERLAP_SHAPE, OVERLAP_SHAPE]),
@@ -146,7 +146,7 @@ OF_ANY_RECIPE = {
     "full recompute": Training(f"{MIXED} {FULL}", [DENSE_SHAPE, SHARED_SHAPE, SHARED_SHAPE]),
     "recompute mla_up_proj": Training(f"{MOE} {MLA} {SELECTIVE} mla_up_proj", [with_latent()] * LAYERS, ("mla_up_proj",)),
 }
-# Megatron refuses both with delayed scaling.
+# Megatron supports neither with delayed scaling.
 NOT_DELAYED = {
     "recompute layernorm moe_act": Training(
         f"{MIXED} {GROUPS} {SELECTIVE} layernorm moe_act", MIXED_SHAPES, (*NORMS, "moe_act")
@@ -166,9 +166,9 @@ FP8_TRAININGS = {
         layers=[dataclasses.replace(shape, fp8_recipe=recipe) for shape in training.layers],
     )
     for recipe, trainings in (
-        ("delayed", OF_ANY_RECIPE),
-        ("tensorwise", OF_ANY_RECIPE | NOT_DELAYED),
-        ("blockwise", OF_ANY_RECIPE | NOT_DELAYED | OPEN_BLOCKS),
+        ("delayed", ANY_RECIPE),
+        ("tensorwise", ANY_RECIPE | NOT_DELAYED),
+        ("blockwise", ANY_RECIPE | NOT_DELAYED | OPEN_BLOCKS),
     )
     for name, training in trainings.items()
 }
@@ -177,23 +177,23 @@ DENSE_TRAININGS = {
     for name, training in (TRAININGS | FP8_TRAININGS).items()
     if all(shape.experts is None and shape.latent is None for shape in training.layers)
 }
-"""Which Megatron-Core trains without sequence parallelism too, and whose bytes are known then."""
+"""Trainings that Megatron-Core and the formulas also support without sequence parallelism."""
 
 EXPERT_TAGS = ("expert_fc1", "moe_act", "expert_fc2")
-"""What they save in FP8 follows the routing, since each expert pads its rows."""
+"""Tags whose FP8 bytes depend on the routing, since each expert pads its rows."""
 
 
 PADDED_ROWS = 16
-"""What experts' rows are padded to a multiple of, but in mxfp8."""
+"""Experts' rows are padded to a multiple of this, except in mxfp8."""
 
 
-# The models of `arguments/`, small.
+# Small models from the files of `arguments/`.
 
 
 def list_file_runs():
-    """Return each run of a file of `arguments/`: its layout and whether algorithms are deterministic, and its name.
+    """Return layout, determinism and name of each run of a file of `arguments/`.
 
-    On one rank, and on as many as its own ranks share layers and experts, two at most.
+    Files run on one rank, and on two if their own ranks share layers or experts.
     """
     layouts = {name: find_layout(name, ranks=2) for name in FILES}
     runs = [(ONE_RANK, True), *((layout, False) for layout in dict.fromkeys((ONE_RANK, *layouts.values())))]
@@ -208,7 +208,7 @@ FILE_RUNS = list_file_runs()
 
 
 def count_layer(shape, training):
-    """Return the bytes of one layer of `training` by the formulas, per tag."""
+    """Return the predicted bytes of one layer of `training`, per tag."""
     if FULL in training.flags:
         return {"layer_input": count_tag_bytes(shape)["layer_input"]}
     tensors = list_saved_tensors(shape)
@@ -221,29 +221,29 @@ def count_layer(shape, training):
             if tag != "layer_input":
                 found[tag] = found.get(tag, 0) + tensor.size_bytes
     if "mla_up_proj" in training.units:
-        # The checkpoint is given the rotary embedding too, [s, 1, 1, dpos] in fp32. All layers have one, and it lives on.
+        # The checkpoint also saves the rotary embedding, [s, 1, 1, dpos] in fp32, which all layers share.
         found["qkv_linear"] += 4 * shape.seq_length * shape.latent.qk_pos_emb_head_dim
     return found
 
 
 def count_expert(shape, training, rows):
-    """Return the bytes of the tags of experts for one expert alone, which has `rows`; the router may send it none."""
+    """Return the predicted bytes of the expert tags for a single expert with `rows`, which may be 0."""
     if rows == 0:
         if shape.fp8_recipe == "blockwise":
-            return dict.fromkeys(EXPERT_TAGS, 0)  # no blocks, and no scales
+            return dict.fromkeys(EXPERT_TAGS, 0)  # neither blocks nor scales
         few, twice = (count_expert(shape, training, count) for count in (PADDED_ROWS, 2 * PADDED_ROWS))
-        return {tag: 2 * few[tag] - twice[tag] for tag in few}  # what does not grow with the rows: a scale
+        return {tag: 2 * few[tag] - twice[tag] for tag in few}  # the part that does not grow with the rows: a scale
     experts = dataclasses.replace(shape.experts, num_experts=1, topk=1)
     alone = dataclasses.replace(shape, seq_length=rows, micro_batch_size=1, tensor_parallel_size=1, experts=experts)
     return {tag: size_bytes for tag, size_bytes in count_layer(alone, training).items() if tag in EXPERT_TAGS}
 
 
 def count_step(training, rows=()):
-    """Return the bytes of one step on one rank by the formulas, per tag.
+    """Return the predicted bytes of one step on one rank, per tag.
 
     Args:
         training: The model and its layers.
-        rows: In FP8, those of each expert in each layer of experts, as the router sends them. Without, all have as many.
+        rows: In FP8, the routed rows of each expert in each MoE layer. Without it, all experts get the same number.
     """
     found = {}
     routed = iter(rows)
@@ -258,21 +258,21 @@ def count_step(training, rows=()):
 
 
 def change_layers(training, flags="", **fields):
-    """Return `training` with more flags, and layers that they change as `fields` say."""
+    """Return `training` with more flags and changed fields of its layers."""
     layers = [dataclasses.replace(shape, **fields) for shape in training.layers]
     return training._replace(flags=f"{training.flags} {flags}", layers=layers)
 
 
 class Run(NamedTuple):
-    """Trainings that share processes, and what they saved on each rank."""
+    """Trainings that share processes, and their results on each rank."""
 
     trainings: dict[str, Training]
     results: list[dict]
 
 
 def measure(trainings, ranks, tmp_path_factory, *, is_deterministic):
-    """Train all of `trainings`, whose layers are for as many ranks."""
-    # Asked here too: fixtures of a module come before the one of the folder.
+    """Train all of `trainings`, whose layers are modelled for this number of ranks."""
+    # Checked here too: module fixtures run before the folder's fixture.
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} CUDA GPU(s), and there are {torch.cuda.device_count()}")
     if importlib.util.find_spec("transformer_engine") is None:
@@ -287,7 +287,7 @@ def measure(trainings, ranks, tmp_path_factory, *, is_deterministic):
 
 
 def measure_shared(trainings, request, tmp_path_factory):
-    """Train all of `trainings` on the ranks that `request` says, which share each layer."""
+    """Train all of `trainings` with the number of tensor-parallel ranks in `request`."""
     ranks, is_deterministic = request.param
     if ranks > 1:
         trainings = {
@@ -297,12 +297,12 @@ def measure_shared(trainings, request, tmp_path_factory):
 
 
 def predict(training, found):
-    """Return the bytes of each tag that the formulas predict for a rank's measurement."""
+    """Return the predicted bytes per tag for a rank's measurement."""
     return count_step(training, found["rows"] if training.layers[0].fp8_recipe is not None else ())
 
 
 def compare(name, run):
-    """Fail if a rank saved other bytes than the formulas predict, and list the bytes of all tags and ranks."""
+    """Fail if a rank's bytes differ from the prediction, and list the bytes of all tags and ranks."""
     lines, is_same = [], True
     for rank, result in enumerate(run.results):
         found = result[name]
@@ -313,9 +313,9 @@ def compare(name, run):
         lines.append(f"{name}, rank {rank}, rows of experts {found['rows']}")
         lines.append(f"{'tag':16} {'measured':>10} {'predicted':>10} {'more':>8}")
         for tag in predicted | measured:
-            had, said = measured.get(tag, 0), predicted.get(tag, 0)
-            lines.append(f"{tag:16} {had:10} {said:10} {had - said:8}" + (" <" if had != said else ""))
-            if had != said:
+            actual, expected = measured.get(tag, 0), predicted.get(tag, 0)
+            lines.append(f"{tag:16} {actual:10} {expected:10} {actual - expected:8}" + (" <" if actual != expected else ""))
+            if actual != expected:
                 lines += [
                     f"    {one['count']} of {one['shape']} {one['dtype']}, {format_bytes(one['size_bytes'])} each"
                     for one in found["storages"].get(tag, ())
@@ -334,7 +334,7 @@ def measured_in_fp8(request, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def measured_whole(tmp_path_factory):
+def measured_without_sp(tmp_path_factory):
     trainings = {
         name: change_layers(training, WHOLE_SEQUENCE, tensor_parallel_size=2, has_sequence_parallel=False)
         for name, training in DENSE_TRAININGS.items()
@@ -344,7 +344,7 @@ def measured_whole(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def measure_files(tmp_path_factory):
-    """Return what measures all files of a run, once, in whatever order pytest asks for them."""
+    """Return a function that measures all files of a run and caches the result."""
 
     @functools.cache
     def measure_run(layout, is_deterministic):
@@ -356,34 +356,34 @@ def measure_files(tmp_path_factory):
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula(name, measured):
+def test_saved_bytes_per_tag_match_the_formulas(name, measured):
     compare(name, measured)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", FP8_TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula_in_fp8(name, measured_in_fp8):
+def test_saved_bytes_per_tag_match_the_formulas_in_fp8(name, measured_in_fp8):
     compare(name, measured_in_fp8)
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("name", DENSE_TRAININGS)
-def test_each_tag_saves_the_bytes_of_its_formula_where_ranks_do_not_share_the_sequence(name, measured_whole):
-    compare(name, measured_whole)
+def test_saved_bytes_per_tag_match_the_formulas_without_sequence_parallelism(name, measured_without_sp):
+    compare(name, measured_without_sp)
 
 
 def name_run(run):
-    """Return what `-k` finds a run of files by."""
+    """Return a name for a run, for use with `-k`."""
     layout, is_deterministic = run
     return f"tp{layout.tensor}_ep{layout.expert}_{'deterministic' if is_deterministic else 'fastest'}"
 
 
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(("run", "name"), [pytest.param(run, name, id=f"{name_run(run)}-{name}") for run, name in FILE_RUNS])
-def test_each_tag_saves_the_bytes_of_its_formula_in_the_layers_of_a_file(run, name, measure_files):
+def test_saved_bytes_per_tag_match_the_formulas_for_argument_files(run, name, measure_files):
     if name == "deepseek_v2_lite" and not is_installed("0.19"):
-        pytest.skip("megatron-core before 0.19 has no norm of a whole query, which the formulas count")
+        pytest.skip("megatron-core before 0.19 lacks the norm of uncompressed queries, which the formulas count")
     measured = measure_files(*run)
     compare(name, measured)
-    # As many of each expert: the formulas are for routing that is balanced over ranks.
+    # All experts get the same number of rows: the formulas assume balanced routing.
     assert all(len(set(rows)) == 1 for result in measured.results for rows in result[name]["rows"])

@@ -13,7 +13,7 @@ from fgoffload.trainer.data import TextData
 from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 from fgoffload.trainer.trainer import Trainer
 
-# Megatron and Transformer Engine warn of their own code, while it is imported and while it runs.
+# Megatron and Transformer Engine raise warnings about their own code.
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("parallel")]
 
 LAYERS, MICROBATCHES = 3, 4
@@ -32,22 +32,22 @@ PADDED = f"{MOE} --moe-expert-capacity-factor 1.0 --moe-pad-expert-input-to-capa
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 128"
 WARMUP, STEPS = 2, 6
 
-OF_LAYERS = 2 * LAYERS * MICROBATCHES
-"""Graphs that a step launches: forward and backward of each layer and microbatch."""
+LAUNCHES = 2 * LAYERS * MICROBATCHES
+"""Graphs launched per step: forward and backward of each layer and microbatch."""
 
 GRAPHS = {
-    # By name: the model, the flags of its graphs, and how many graphs a step launches.
-    "dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp", OF_LAYERS),
-    "whole dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules full", OF_LAYERS),
-    "attention": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", OF_LAYERS),
-    "router": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", OF_LAYERS),
-    "preprocess": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess", OF_LAYERS),
+    # By name: the model, its graph flags, and the number of graphs that a step launches.
+    "dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn mlp", LAUNCHES),
+    "whole dense layers": (DENSE, "--cuda-graph-impl transformer_engine --cuda-graph-modules full", LAUNCHES),
+    "attention": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn", LAUNCHES),
+    "router": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router", LAUNCHES),
+    "preprocess": (MOE, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess", LAUNCHES),
     "shared experts": (
         SHARED,
         "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
-        OF_LAYERS,
+        LAUNCHES,
     ),
-    "padded experts": (PADDED, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe", OF_LAYERS),
+    "padded experts": (PADDED, "--cuda-graph-impl transformer_engine --cuda-graph-modules attn moe", LAUNCHES),
     "dense step": (DENSE, "--cuda-graph-impl full_iteration", 1),
     "step with padded experts": (PADDED, "--cuda-graph-impl full_iteration", 1),
 }
@@ -67,21 +67,21 @@ def parallel():
     destroy_parallel()
 
 
-INSIDE, BESIDE = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
+INSIDE, OUTSIDE = ("qkv_linear", "core_attn", "attn_proj"), ("expert_fc1", "moe_act")
 OFFLOADS = [
-    # A row of `GRAPHS`, the tags, and whether groups wait for the next graph.
+    # A row of `GRAPHS`, the tags, and whether groups are delayed until the next graph.
     ("dense layers", (*INSIDE, "mlp_fc1", "mlp_act"), False),
     ("whole dense layers", ("core_attn", "mlp_norm", "mlp_fc2"), False),
-    ("attention", BESIDE, False),
-    ("attention", BESIDE, True),
-    ("attention", (*INSIDE, "router", *BESIDE), False),
+    ("attention", OUTSIDE, False),
+    ("attention", OUTSIDE, True),
+    ("attention", (*INSIDE, "router", *OUTSIDE), False),
     ("router", (*INSIDE, "router"), False),
-    ("preprocess", BESIDE, True),
+    ("preprocess", OUTSIDE, True),
     ("preprocess", INSIDE, False),
-    ("preprocess", (*INSIDE, *BESIDE, "moe_combine"), True),
-    ("shared experts", (*INSIDE, "shared_expert", *BESIDE), True),
+    ("preprocess", (*INSIDE, *OUTSIDE, "moe_combine"), True),
+    ("shared experts", (*INSIDE, "shared_expert", *OUTSIDE), True),
     ("dense step", (*INSIDE, "mlp_fc1", "mlp_act"), False),
-    ("step with padded experts", (*INSIDE, *BESIDE), False),
+    ("step with padded experts", (*INSIDE, *OUTSIDE), False),
 ]
 
 
@@ -91,7 +91,7 @@ def make_trainer(flags):
 
 
 def count_launches(trainer):
-    """Return how many CUDA graphs the host launches in one step."""
+    """Return the number of CUDA graphs that the host launches in one step."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         trainer.run_step(with_digests=False)
@@ -99,7 +99,7 @@ def count_launches(trainer):
 
 
 def train(flags):
-    """Return the bits of all steps, and how many graphs one more step launches."""
+    """Return the results of all steps, and the number of graphs that one more step launches."""
     trainer = make_trainer(flags)
     try:
         steps = [trainer.run_step() for _ in range(STEPS)]
@@ -110,8 +110,8 @@ def train(flags):
     return [(step.losses, step.gradient_digests) for step in steps], launches
 
 
-def find_held():
-    """Return the bytes that tensors take, and the memory pools of graphs that exist, when all garbage is collected."""
+def measure_memory():
+    """Return the allocated bytes, and the memory pools of graphs, after garbage collection."""
     gc.collect()
     torch.cuda.synchronize()
     torch._C._cuda_clearCublasWorkspaces()
@@ -121,17 +121,17 @@ def find_held():
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_are_captured_and_compute_the_bits_of_eager_steps(name):
+def test_captured_graphs_are_bitwise_identical_to_eager_steps(name):
     model, flags, expected_launches = GRAPHS[name]
     expected, no_launches = train(model)
     found, launches = train(f"{model} {flags}")
     assert (launches, no_launches) == (expected_launches, 0)
     for step, (one, other) in enumerate(zip(found, expected, strict=True)):
-        assert one == other, f"step {step} of {WARMUP} eager ones and replays"
+        assert one == other, f"step {step}, with {WARMUP} eager steps first"
 
 
 @pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
-def test_a_second_trainer_of_the_process_captures_its_own_graphs_and_computes_the_same(flags):
+def test_a_second_trainer_captures_its_own_graphs_with_identical_results(flags):
     (first, launches), (second, again) = (train(" ".join(flags)) for _ in range(2))
     assert first == second
     assert launches == again > 0
@@ -145,23 +145,23 @@ def offload_flags(tags, *, delays=False):
 
 
 @pytest.mark.parametrize(("name", "tags", "delays"), OFFLOADS)
-def test_offload_beside_and_inside_of_graphs_changes_no_bit(name, tags, delays):
+def test_offload_outside_and_inside_graphs_is_bitwise_identical(name, tags, delays):
     model, flags, expected_launches = GRAPHS[name]
     expected, _ = train(f"{model} {flags}")
     trainer = make_trainer(f"{model} {flags} {offload_flags(tags, delays=delays)}")
     try:
         steps = [trainer.run_step() for _ in range(STEPS)]
-        moved = trainer.integration.last_step.tags
+        stats = trainer.integration.last_step.tags
         assert count_launches(trainer) == expected_launches
     finally:
         trainer.close()
     assert [(step.losses, step.gradient_digests) for step in steps] == expected
-    assert sum(numbers.d2h_bytes for numbers in moved.values()) > 0
-    assert sum(numbers.h2d_bytes for numbers in moved.values()) > 0
+    assert sum(numbers.d2h_bytes for numbers in stats.values()) > 0
+    assert sum(numbers.h2d_bytes for numbers in stats.values()) > 0
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
-def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with(name):
+def test_replaying_graphs_after_removing_their_engine_raises(name):
     model, flags, _ = GRAPHS[name]
     trainer = make_trainer(f"{model} {flags} {offload_flags(INSIDE)}")
     try:
@@ -174,7 +174,7 @@ def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with
         trainer.close()
 
 
-def test_trainers_with_and_without_graphs_take_turns():
+def test_trainers_with_and_without_graphs_can_alternate():
     model, flags, launches = GRAPHS["preprocess"]
     whole_model, whole_flags, _ = GRAPHS["dense step"]
     found = [train(one)[1] for one in (f"{model} {flags}", model, f"{whole_model} {whole_flags}", f"{model} {flags}", model)]
@@ -182,7 +182,7 @@ def test_trainers_with_and_without_graphs_take_turns():
 
 
 @pytest.mark.parametrize("name", ["preprocess", "dense step"])
-def test_evaluation_between_replays_changes_no_bit(name):
+def test_evaluation_between_replays_does_not_change_training(name):
     model, flags, _ = GRAPHS[name]
     expected, _ = train(f"{model} {flags}")
     trainer = make_trainer(f"{model} {flags}")
@@ -198,15 +198,15 @@ def test_evaluation_between_replays_changes_no_bit(name):
 
 
 @pytest.mark.parametrize("flags", [*((model, flags) for model, flags, _ in GRAPHS.values()), LOCAL], ids=[*GRAPHS, "local"])
-def test_a_closed_trainer_leaves_no_memory_of_its_graphs(flags):
-    _, earlier_pools = find_held()  # of other tests in this process
-    train(" ".join(flags))  # what libraries take once for all trainings
-    allocated_bytes, _ = find_held()
+def test_closing_the_trainer_frees_all_graph_memory(flags):
+    _, earlier_pools = measure_memory()  # of other tests in this process
+    train(" ".join(flags))  # libraries allocate some memory only once
+    allocated_bytes, _ = measure_memory()
     for _ in range(2):
         train(" ".join(flags))
-        found_bytes, pools = find_held()
+        found_bytes, pools = measure_memory()
         assert found_bytes == allocated_bytes
-        # Megatron never frees what it allocates in the pool of local graphs outside of a capture.
+        # Megatron never frees memory that it allocates in the pool of local graphs outside a capture.
         assert pools <= earlier_pools or flags == LOCAL
 
 

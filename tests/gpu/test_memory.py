@@ -14,12 +14,12 @@ from fgoffload.engine import AcceleratorDevice, ActivationLedger, KeptReason, La
 
 SIZE = 2048
 NBYTES = SIZE * SIZE * 2
-"""Of one tensor: a whole number of the allocator's 2 MiB steps, so that it cuts no piece larger than what was asked for."""
+"""Size of one tensor: a multiple of the allocator's 2 MiB granularity, so that nothing is rounded up."""
 LAYERS = 6
 
 
-class Look(NamedTuple):
-    """Bytes at one point of a step."""
+class Sample(NamedTuple):
+    """Memory at one point of a step."""
 
     allocated: int
     requested: int
@@ -45,20 +45,20 @@ def get_requested_bytes() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
-def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> tuple[list[Look], int, ActivationLedger]:
+def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> tuple[list[Sample], int, ActivationLedger]:
     """Return the bytes after each layer's forward and at each layer's backward, the peak above the start, and the ledger."""
     take_gradients(weights)
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # a piece that an earlier test left may be a little larger than what is asked for
-    base = Look(torch.cuda.memory_allocated(), get_requested_bytes(), 0)
+    torch.cuda.empty_cache()  # cached blocks of earlier tests may be larger than requested
+    base = Sample(torch.cuda.memory_allocated(), get_requested_bytes(), 0)
     torch.cuda.reset_peak_memory_stats()
     ledger = ActivationLedger(parameters=weights)
-    looks = []
+    samples = []
 
     def look() -> None:
         ledger.sample()
         resident = ledger.samples[-1].resident_bytes
-        looks.append(Look(torch.cuda.memory_allocated() - base.allocated, get_requested_bytes() - base.requested, resident))
+        samples.append(Sample(torch.cuda.memory_allocated() - base.allocated, get_requested_bytes() - base.requested, resident))
 
     with ledger.watch():
         if engine:
@@ -66,48 +66,48 @@ def measure(engine: OffloadEngine | None, weights: list[torch.nn.Parameter]) -> 
                 run_chain(engine, weights, look=look)
         else:
             run_chain(None, weights, look=look)
-    return looks, torch.cuda.max_memory_allocated() - base.allocated, ledger
+    return samples, torch.cuda.max_memory_allocated() - base.allocated, ledger
 
 
-def test_allocated_memory_differs_at_each_point_of_a_step_by_what_the_ledger_says():
+def test_allocated_memory_changes_by_the_bytes_of_the_ledger_throughout_a_step():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     engine = make_engine()
-    measure(None, weights)  # cuBLAS takes its workspaces
+    measure(None, weights)  # cuBLAS allocates its workspaces
     without, _, _ = measure(None, weights)
     with_engine, _, _ = measure(engine, weights)
     assert len(without) == len(with_engine) == 2 * LAYERS
     for one, other in zip(without, with_engine, strict=True):
         assert one.requested - other.requested == one.resident - other.resident
         assert abs((one.allocated - other.allocated) - (one.resident - other.resident)) <= 0.01 * one.allocated
-    # At the end of forward all is gone but the output, which nobody saved: 12 tensors without, none with.
+    # At the end of forward, 12 saved tensors are resident without offload, and none with it.
     assert without[LAYERS - 1].resident == 2 * LAYERS * NBYTES
     assert with_engine[LAYERS - 1].resident == 0
     engine.close()
 
 
-def test_the_peak_falls_and_the_ledger_knows_where_it_is():
+def test_offload_lowers_the_peak_and_the_ledger_locates_it():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     engine = make_engine()
     measure(None, weights)
     _, peak_without, ledger_without = measure(None, weights)
     _, peak_with, ledger_with = measure(engine, weights)
-    # Each layer saves its input, its weight and its product; the first one no weight, as its input needs no gradient.
+    # Each layer saves input, weight and product; the first saves no weight, since its input needs no gradient.
     saves = 3 * LAYERS - 1
     peak, peak_now = ledger_without.find_peak(), ledger_with.find_peak()
-    assert peak[:2] == (saves, 2 * LAYERS * NBYTES)  # forward has come to its end, and nothing was taken yet
-    assert peak_now[:2] == (saves, 4 * NBYTES)  # backward begins: a group, and the one called back ahead of it
+    assert peak[:2] == (saves, 2 * LAYERS * NBYTES)  # the end of forward, before backward unpacks anything
+    assert peak_now[:2] == (saves, 4 * NBYTES)  # the start of backward: one group, and the next one, reloaded ahead
     assert peak_now.place == f"backward of layers.{LAYERS}.core_attn mb=0"
-    # The peak falls by what the ledger's peak falls by, but for the gradients: those of the weights come while others go.
+    # The peak drops as much as the ledger's peak, except for gradients of weights, which backward allocates meanwhile.
     saved_bytes = ledger_without.peak_bytes - ledger_with.peak_bytes
     assert peak_without - peak_with >= saved_bytes - LAYERS * NBYTES
     assert peak_with < peak_without
     engine.close()
 
 
-@pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "shapes that change"])
+@pytest.mark.parametrize("rows", [(SIZE,), (256, 1024, 512, 2048, 768)], ids=["one shape", "changing shapes"])
 def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
     weights = make_weights("cuda", LAYERS, size=SIZE)
-    engine = make_engine()  # without a window the order of all allocations is the same in each step
+    engine = make_engine()  # without a window, allocations have the same order in every step
     reserved = []
     for step in range(140):
         run_chain(engine, weights, rows=rows[step % len(rows)])
@@ -119,7 +119,7 @@ def test_reserved_memory_does_not_grow_over_a_hundred_steps(rows):
     engine.close()
 
 
-def test_all_memory_is_back_after_close():
+def test_close_frees_all_memory():
     weights = make_weights("cuda", LAYERS, size=SIZE)
     run_chain(None, weights)
     take_gradients(weights)
@@ -145,7 +145,7 @@ KINDS = {
 
 @pytest.mark.usefixtures("_without_the_cyclic_collector")
 @pytest.mark.parametrize("kind", KINDS)
-def test_allocated_memory_is_flat_without_the_cyclic_collector(kind):
+def test_allocated_memory_is_constant_without_the_cyclic_collector(kind):
     options, reason = KINDS[kind]
     weights = make_weights("cuda", 3, size=SIZE)
     engine = make_engine(**options)
@@ -164,7 +164,7 @@ def test_allocated_memory_is_flat_without_the_cyclic_collector(kind):
 
 
 class Piece:
-    """A part of a tensor's memory, for torch to make a storage of that holds the tensor."""
+    """A part of a tensor's memory, from which torch creates a storage that keeps the tensor alive."""
 
     def __init__(self, whole: torch.Tensor, start: int, size: int) -> None:
         self._whole = whole
@@ -182,8 +182,8 @@ def make_pieces(size):
     return tuple(torch.as_tensor(Piece(memory, start, count), device="cuda") for start, count in ((0, size), (size, 64)))
 
 
-def test_an_allocation_is_freed_when_what_is_large_of_it_leaves():
-    # Its small piece would hold all of it.
+def test_offloading_the_large_part_of_an_allocation_frees_all_of_it():
+    # The small piece would otherwise keep the whole allocation alive.
     engine = make_engine(min_offloaded_bytes=1 << 20)
     lane = Lane(chunk=0, microbatch=0)
     x = torch.randn(4 << 20, device="cuda", requires_grad=True)

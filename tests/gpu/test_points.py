@@ -24,8 +24,8 @@ def make_engine(device: Device | None = None, *, window_bytes: int = 0, prefetch
     return OffloadEngine(device=device or HostileGpu(late={"d2h", "h2d"}), policy=policy, host_budget_bytes=64 << 20)
 
 
-def check_nothing_is_left(engine: OffloadEngine) -> None:
-    """Check that no graph holds host memory. Autograd's thread may release its last node after `backward` returned."""
+def check_no_leaks(engine: OffloadEngine) -> None:
+    """Check that no host memory is in use. Autograd's thread may release its last node after `backward` returns."""
     deadline = time.monotonic() + 5
     while engine.arena.used_bytes and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -34,13 +34,13 @@ def check_nothing_is_left(engine: OffloadEngine) -> None:
 
 def close(engine: OffloadEngine) -> None:
     assert engine.finish_step().d2h_bytes > 0
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     engine.close()
     assert engine.arena.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("name", POINTS)
-def test_bits_are_the_same_with(name):
+def test_results_are_bitwise_identical_with(name):
     case, engine = Case("cuda"), make_engine()
     expected = case.run(POINTS[name], None)
     check_is_telling(expected)
@@ -49,7 +49,7 @@ def test_bits_are_the_same_with(name):
     close(engine)
 
 
-def test_a_graph_that_is_kept_gives_the_same_bits_in_each_of_three_backwards():
+def test_three_backwards_of_a_retained_graph_are_bitwise_identical():
     case, engine = Case("cuda"), make_engine()
     expected = case.run(plain, None, backwards=3)
     assert have_same_bits(expected, case.run(plain, engine, backwards=3))
@@ -57,7 +57,7 @@ def test_a_graph_that_is_kept_gives_the_same_bits_in_each_of_three_backwards():
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 1 << 30])
-def test_pageable_host_memory_gives_the_same_bits(prefetch_bytes):
+def test_steps_with_pageable_host_memory_are_bitwise_identical(prefetch_bytes):
     device = AcceleratorDevice(host_memory=HostMemory.PAGEABLE)
     case, engine = Case("cuda"), make_engine(device, prefetch_bytes=prefetch_bytes)
     expected = case.run(plain, None)
@@ -66,7 +66,7 @@ def test_pageable_host_memory_gives_the_same_bits(prefetch_bytes):
     close(engine)
 
 
-def test_a_step_on_a_side_stream_gives_the_same_bits():
+def test_a_step_on_a_side_stream_is_bitwise_identical():
     case, engine, side = Case("cuda"), make_engine(), torch.cuda.Stream()
     expected = case.run(plain, None)
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_a_step_on_a_side_stream_gives_the_same_bits():
 
 
 @pytest.mark.parametrize("late", [set(), {"d2h"}, {"h2d"}], ids=["none late", "d2h late", "h2d late"])
-def test_two_threads_with_streams_of_their_own_share_an_engine(late):
+def test_two_threads_with_separate_streams_can_share_an_engine(late):
     cases = [Case("cuda", seed=seed) for seed in range(2)]
     expected = [case.run(plain, None) for case in cases]
     expected = [[tensor.clone() for tensor in tensors] for tensors in expected]
@@ -102,18 +102,18 @@ def test_two_threads_with_streams_of_their_own_share_an_engine(late):
     close(engine)
 
 
-def test_an_exception_in_backward_leaves_nothing_and_the_next_step_is_right():
+def test_an_exception_in_backward_leaks_nothing_and_the_next_step_is_correct():
     case, engine = Case("cuda"), make_engine()
     expected = case.run(plain, None)
     with pytest.raises(ValueError, match="the user's own"):
         fail_in_backward(case, engine)
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     assert have_same_bits(expected, case.run(plain, engine))
     close(engine)
 
 
 class FullOnce(HostileGpu):
-    """Refuses one allocation, as torch does when the device is full."""
+    """Fails one allocation, as torch does when the device is full."""
 
     is_full = False
 
@@ -128,24 +128,24 @@ class FullOnce(HostileGpu):
     def _check(self) -> None:
         if self.is_full:
             self.is_full = False
-            raise torch.OutOfMemoryError("CUDA out of memory, says the test.")
+            raise torch.OutOfMemoryError("CUDA out of memory, raised by the test.")
 
 
-def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_right():
+def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
     device = FullOnce(late={"h2d"})
     case, engine = Case("cuda"), make_engine(device)
     expected = case.run(plain, None)
 
     def run_full() -> None:
-        case.run(lambda sites, x, w: _then_full(plain(sites, x, w), device), engine)
+        case.run(lambda sites, x, w: _fill_device(plain(sites, x, w), device), engine)
 
-    with pytest.raises(torch.OutOfMemoryError, match="says the test"):
+    with pytest.raises(torch.OutOfMemoryError, match="raised by the test"):
         run_full()
-    check_nothing_is_left(engine)
+    check_no_leaks(engine)
     assert have_same_bits(expected, case.run(plain, engine))
     close(engine)
 
 
-def _then_full(output: torch.Tensor, device: FullOnce) -> torch.Tensor:
+def _fill_device(output: torch.Tensor, device: FullOnce) -> torch.Tensor:
     device.is_full = True
     return output

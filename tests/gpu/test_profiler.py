@@ -1,4 +1,4 @@
-"""Tests that a profile names the groups that are copied, and that copies run on separate streams."""
+"""Tests that profiles name the copied groups, and that copies run on separate streams."""
 
 import json
 
@@ -15,7 +15,7 @@ NBYTES = SIZE * SIZE * 2
 LAYERS = 4
 
 
-def test_a_profile_names_the_groups_and_shows_their_copies_on_other_streams_than_compute(tmp_path):
+def test_profiles_name_the_groups_and_show_copies_on_separate_streams(tmp_path):
     weights = make_weights("cuda", LAYERS, size=SIZE)
     policy = TransferPolicy(window_bytes=0, prefetch_bytes=2 * NBYTES)
     engine = OffloadEngine(device=AcceleratorDevice(), policy=policy, host_budget_bytes=64 << 20)
@@ -35,7 +35,7 @@ def test_a_profile_names_the_groups_and_shows_their_copies_on_other_streams_than
     events = json.loads(path.read_text())["traceEvents"]
     compute = find_streams(events, "kernel", "")
     if not compute:
-        pytest.skip("the profiler gets no kernels from CUPTI on this machine")
+        pytest.skip("the profiler receives no kernels from CUPTI on this machine")
     to_host, to_device = find_streams(events, "gpu_memcpy", "Memcpy DtoH"), find_streams(events, "gpu_memcpy", "Memcpy HtoD")
     assert 1 <= len(to_host) <= 2  # see [Note: Pieces of a copy]
     assert 1 <= len(to_device) <= 2
@@ -44,7 +44,7 @@ def test_a_profile_names_the_groups_and_shows_their_copies_on_other_streams_than
 
 
 def find_streams(events: list[dict], category: str, name: str) -> set[int]:
-    """Return the streams of the events of `category` whose name begins with `name`."""
+    """Return the streams of large events of `category` whose names start with `name`."""
     return {
         event["args"]["stream"]
         for event in events

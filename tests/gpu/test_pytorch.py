@@ -31,7 +31,7 @@ def make_inputs(seed: int = 1) -> torch.Tensor:
 
 @pytest.mark.parametrize("config", [ALL, PAGEABLE], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("modules", [PATTERNS, list(PATTERNS)], ids=["tags", "globs"])
-def test_modules_by_pattern(modules, config):
+def test_modules_selected_by_pattern_are_offloaded(modules, config):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, modules, config) as handle:
@@ -43,7 +43,7 @@ def test_modules_by_pattern(modules, config):
     assert not has_hooks()
 
 
-def test_whatever_is_saved_in_a_block():
+def test_all_tensors_saved_in_a_block_are_offloaded():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = fgoffload.saved_tensors(ALL, group_bytes=3 * ROW_BYTES)
@@ -58,7 +58,7 @@ def test_whatever_is_saved_in_a_block():
     block.close()
 
 
-def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
+def test_offload_tensor_frees_device_memory_and_reloads():
     tensor = torch.randn(1 << 20, device=DEVICE)
     expected, before = tensor.cpu(), torch.cuda.memory_allocated()
     offloaded = fgoffload.offload_tensor(tensor)
@@ -75,7 +75,7 @@ def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
     ids=str,
 )
 @pytest.mark.parametrize(
-    "look",
+    "view",
     [
         lambda tensor: tensor,
         lambda tensor: tensor.t(),
@@ -86,8 +86,8 @@ def test_a_tensor_offloaded_by_hand_frees_its_memory_and_is_reloaded():
     ],
     ids=["whole", "transposed", "with an offset", "expanded", "empty", "every other row"],
 )
-def test_types_and_views_are_reloaded_bitwise_identical_with_their_strides(look, dtype):
-    seen = []
+def test_dtypes_and_views_are_reloaded_bitwise_with_their_strides(view, dtype):
+    unpacked = []
 
     class Save(torch.autograd.Function):
         @staticmethod
@@ -97,26 +97,26 @@ def test_types_and_views_are_reloaded_bitwise_identical_with_their_strides(look,
 
         @staticmethod
         def backward(ctx, gradient):
-            seen.append(ctx.saved_tensors[0])
+            unpacked.append(ctx.saved_tensors[0])
             return gradient, None
 
     octets = torch.randint(0, 2 if dtype is torch.bool else 256, (64, 64 * dtype.itemsize), dtype=torch.uint8)
     values = octets.view(dtype)
     x = torch.ones(4, device=DEVICE, requires_grad=True)
     with fgoffload.saved_tensors(ALL, group_bytes=1) as block:
-        output = Save.apply(x, look(values.to(DEVICE)))
+        output = Save.apply(x, view(values.to(DEVICE)))
     output.sum().backward()
-    expected = look(values)
-    assert (seen[0].dtype, seen[0].size(), seen[0].stride()) == (dtype, expected.size(), expected.stride())
-    as_bytes = [one.cpu().contiguous().view(torch.uint8) for one in (seen[0], expected)]
+    expected = view(values)
+    assert (unpacked[0].dtype, unpacked[0].size(), unpacked[0].stride()) == (dtype, expected.size(), expected.stride())
+    as_bytes = [one.cpu().contiguous().view(torch.uint8) for one in (unpacked[0], expected)]
     assert torch.equal(*as_bytes)
     assert (block.stats().d2h_bytes > 0) == (expected.numel() > 0)
     block.close()
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's own, and those of what inductor imports
+@pytest.mark.filterwarnings("ignore")  # from torch itself and from inductor's imports
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_compiled_model_and_regions_in_it(backend):
+def test_offload_does_not_change_compiled_models(backend):
     inputs, expected = make_inputs(), None
     if backend == "inductor":
         pytest.importorskip("triton", reason="inductor needs Triton on a GPU")
@@ -135,7 +135,7 @@ def test_a_compiled_model_and_regions_in_it(backend):
     torch.compiler.reset()
 
 
-def test_times_are_those_of_the_device():
+def test_times_are_measured_on_the_device():
     device = HostileGpu(late={"d2h", "h2d"}, milliseconds=20.0)
     engine = OffloadEngine(device=device, is_timed=True, host_budget_bytes=64 << 20)
     sites = Sites(engine)
@@ -147,6 +147,6 @@ def test_times_are_those_of_the_device():
     output.sum().backward()
     seconds = engine.finish_step().tags["core_attn"].seconds
     engine.close()
-    # The clock of the GPU says how long a sleep is: 20 ms at 2 GHz. Compute waits for what comes back, and does nothing else.
+    # Sleeps are counted in GPU cycles: 20 ms at 2 GHz. Compute only waits for reloads.
     assert set(seconds) == set(TimeKind)
     assert all(0.015 < seconds[kind] < 1.0 for kind in TimeKind)

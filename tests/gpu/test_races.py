@@ -11,9 +11,9 @@ from fgoffload.engine import Hazard, OffloadEngine
 
 pytestmark = pytest.mark.usefixtures("_deterministic", "_any_stream_may_accumulate")
 
-STEPS_OF_EACH_DELAY = 50
-STEPS_OF_AN_ENGINE = 5
-"""An engine has one policy and one budget, and several steps, so that host blocks are used again."""
+STEPS_PER_DELAY = 50
+STEPS_PER_ENGINE = 5
+"""Each engine has one policy and one budget, and runs several steps, so that host blocks are reused."""
 SIZES = (256, 512)
 BUDGETS_BYTES = (8 << 20, 24 << 20, 96 << 20)
 DELAYS = {
@@ -25,20 +25,20 @@ DELAYS = {
 
 
 def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = False) -> list[int]:
-    """Return the seeds of the programs whose results differ with an engine on `device`; with `first_only` stop at some."""
-    torch.cuda.empty_cache()  # what earlier tests left would be used instead of what is poisoned here
+    """Return the seeds of programs whose results differ with an engine on `device`; `first_only` stops early."""
+    torch.cuda.empty_cache()  # cached blocks of earlier tests would replace the poisoned ones
     runner = Runner("cuda")
     wrong = []
-    for engine_index, start in enumerate(seeds[::STEPS_OF_AN_ENGINE]):
+    for engine_index, start in enumerate(seeds[::STEPS_PER_ENGINE]):
         policy = draw_program(start, sizes=SIZES).policy
         budget_bytes = BUDGETS_BYTES[engine_index % len(BUDGETS_BYTES)]
         engine = poison_blocks(OffloadEngine(device=device, policy=policy, host_budget_bytes=budget_bytes))
-        for seed in itertools.takewhile(lambda seed: seed in seeds, range(start, start + STEPS_OF_AN_ENGINE)):
+        for seed in itertools.takewhile(lambda seed: seed in seeds, range(start, start + STEPS_PER_ENGINE)):
             program = draw_program(seed, sizes=SIZES)
             expected = runner.run(program, None)
             check_is_telling(expected)
             found = runner.run(program, engine, pause=lambda: device.nap(device.current_stream()))
-            torch.cuda.synchronize()  # a copy that nobody waited for must not write into what the next program expects
+            torch.cuda.synchronize()  # a pending copy must not overwrite the expected results of the next program
             if not have_same_bits(expected, found):
                 wrong.append(seed)
         moved_bytes = engine.finish_step().d2h_bytes
@@ -50,10 +50,10 @@ def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = Fal
 
 
 @pytest.mark.parametrize("delay", DELAYS)
-def test_random_steps_give_the_same_bits_however_late_things_are(delay):
-    first = STEPS_OF_EACH_DELAY * list(DELAYS).index(delay)
+def test_random_steps_are_bitwise_identical_under_delays(delay):
+    first = STEPS_PER_DELAY * list(DELAYS).index(delay)
     device = HostileGpu(late=DELAYS[delay], probability=0.15, milliseconds=1.5, seed=first)
-    wrong = find_wrong_steps(device, range(first, first + STEPS_OF_EACH_DELAY))
+    wrong = find_wrong_steps(device, range(first, first + STEPS_PER_DELAY))
     assert wrong == [], [draw_program(seed, sizes=SIZES) for seed in wrong[:2]]
 
 
@@ -68,6 +68,6 @@ def test_random_steps_give_the_same_bits_however_late_things_are(delay):
     ],
     ids=lambda value: value.name if isinstance(value, Hazard) else value,
 )
-def test_random_steps_differ_when_a_wait_is_left_out(left_out, late):
+def test_random_steps_differ_if_a_wait_is_missing(left_out, late):
     device = HostileGpu(late={late}, probability=0.5, left_out=left_out)
     assert find_wrong_steps(device, range(40), first_only=True) != []

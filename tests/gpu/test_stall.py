@@ -10,7 +10,7 @@ LATE_S = 0.01
 
 
 def measure(device: AcceleratorDevice, stall_s: float) -> float:
-    """Return the seconds of a small kernel that the host launches late."""
+    """Return the measured seconds of a small kernel that the host launches late."""
     x = torch.ones(1024, device="cuda")
     torch.cuda.synchronize()
     if stall_s:
@@ -23,7 +23,7 @@ def measure(device: AcceleratorDevice, stall_s: float) -> float:
     return device.measure_seconds(start, end)
 
 
-def test_a_stalled_device_takes_no_longer_for_a_kernel_that_is_launched_late():
+def test_launch_delays_do_not_count_as_kernel_time_on_a_stalled_device():
     device = AcceleratorDevice()
     measure(device, 0.0)
     assert measure(device, 0.0) >= LATE_S

@@ -13,7 +13,7 @@ from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 @pytest.fixture(scope="module")
 def parallel() -> Iterator[None]:
     initialize_parallel(parse_arguments(DENSE.split(), source="test"))
-    # A closed trainer collects garbage. Most of a small training's time would go into looking through what was imported.
+    # Closing a trainer collects garbage. Without the freeze, scanning imported modules would dominate a small training.
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""Tests that Megatron's config gets only the tags that it accepts in each version."""
+"""Tests that Megatron's config gets only the tags that the installed version accepts."""
 
 import dataclasses
 import types
@@ -11,7 +11,7 @@ from fgoffload.integrations.megatron.adapter import model_config
 
 @dataclasses.dataclass
 class NewerConfig:
-    """A config that knows one tag more than the released one, and only beside the op fuser."""
+    """A config that accepts one more tag than the released one, and only with the op fuser."""
 
     num_layers: int
     hidden_size: int
@@ -29,17 +29,17 @@ class NewerConfig:
 
 
 @pytest.fixture(autouse=True)
-def fresh():
+def _clear_cache():
     model_config._is_accepted.cache_clear()
     yield
     model_config._is_accepted.cache_clear()
 
 
-def test_the_released_config_accepts_the_tags_that_have_its_own_call_sites():
+def test_the_released_config_accepts_exactly_the_tags_it_has_call_sites_for():
     newer = ["fused_group_mlp"] if is_installed("0.19") else []
     assert model_config.list_accepted(["qkv_linear", "mlp_fc1", "fused_group_mlp"]) == ["qkv_linear", *newer]
 
 
-def test_a_tag_that_needs_the_op_fuser_is_accepted_where_the_config_has_one(monkeypatch):
+def test_op_fuser_tags_are_accepted_if_the_config_has_an_op_fuser(monkeypatch):
     monkeypatch.setattr(model_config, "load_module", lambda name: types.SimpleNamespace(TransformerConfig=NewerConfig))
     assert model_config.list_accepted(["moe_act", "fused_group_mlp", "mlp_fc1"]) == ["moe_act", "fused_group_mlp"]

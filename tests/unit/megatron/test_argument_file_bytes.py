@@ -26,29 +26,29 @@ from fgoffload.trainer.trainer import Trainer
 pytestmark = pytest.mark.usefixtures("parallel")
 
 LOCAL = {"--transformer-impl": ("local",), "--no-moe-grouped-gemm": (), "--no-moe-permute-fusion": ()}
-"""What Transformer Engine alone has; grouped experts have a stand-in."""
+"""Flag changes that avoid features of Transformer Engine; grouped experts have a stand-in."""
 LOCAL_NORMS = {
     "layer input": "attn_norm",
     "statistics of the norm before attention": "attn_norm",
     "residual": "mlp_norm",
     "statistics of the norm before the MLP": "mlp_norm",
 }
-"""What a norm saves that is a module, where Transformer Engine fuses it into the next linear."""
+"""Tags of the tensors that separate norms save. Transformer Engine fuses these norms into the next linear."""
 SCRIPT = Path(__file__).parents[2] / "gpu" / "measure_megatron_bytes.py"
-# Queries that are not compressed have a norm since 0.19, which the formulas count.
+# Uncompressed queries have a norm only since 0.19; the formulas count it.
 FILES = [name for name in FILES if name != "deepseek_v2_lite" or is_installed("0.19")]
 LAYOUTS = {name: find_layout(name, ranks=2) for name in FILES}
 SHARED = [
     (layout, name)
-    for layout in dict.fromkeys(LAYOUTS.values())  # one object for all of its files, by which pytest knows the fixture
+    for layout in dict.fromkeys(LAYOUTS.values())  # one object per layout, so that pytest reuses the fixture
     for name in FILES
     if LAYOUTS[name] == layout != ONE_RANK
 ]
-"""The layout on two ranks of each file whose own ranks share layers or experts, and its name."""
+"""Two-rank layout and name of each file whose ranks share layers or experts."""
 
 
 def predict(model, *, is_deterministic):
-    """Return what the formulas say for one step of a small model on one rank, by tag."""
+    """Return the bytes per tag that the formulas predict for one step of a small model on one rank."""
     found = {}
     for layer in model.layers:
         for one in list_saved_tensors(dataclasses.replace(layer, is_deterministic=is_deterministic)):
@@ -58,7 +58,7 @@ def predict(model, *, is_deterministic):
 
 
 def measure(flags, tags, *, is_deterministic):
-    """Return the bytes that left and those that others had taken away in one step, by tag."""
+    """Return the bytes per tag that one step offloads, including storages that another tag offloaded first."""
     arguments, config = (
         parse_arguments(flags.split(), source="test", world_size=1),
         make_config(*tags, min_offloaded_tensor_size=1),
@@ -75,7 +75,7 @@ def measure(flags, tags, *, is_deterministic):
 
 @pytest.mark.parametrize("is_deterministic", [True, False], ids=["deterministic", "any"])
 @pytest.mark.parametrize("name", FILES)
-def test_each_layer_of_a_file_saves_the_bytes_of_the_formulas(name, is_deterministic):
+def test_saved_bytes_of_each_argument_file_match_the_formulas(name, is_deterministic):
     model = shrink(name, changes=LOCAL)
     expected = predict(model, is_deterministic=is_deterministic)
     assert measure(model.flags, tuple(expected), is_deterministic=is_deterministic) == expected
@@ -83,7 +83,7 @@ def test_each_layer_of_a_file_saves_the_bytes_of_the_formulas(name, is_determini
 
 @pytest.fixture(scope="module")
 def measured(request, tmp_path_factory):
-    """Return what the files that have a layout saved on each rank, by name."""
+    """Return the results of all files with one layout, by name."""
     layout = request.param
     return measure_ranks(
         {name: shrink(name, layout, changes=LOCAL) for one, name in SHARED if one == layout}, layout, tmp_path_factory
@@ -91,7 +91,7 @@ def measured(request, tmp_path_factory):
 
 
 def measure_ranks(models, layout, tmp_path_factory):
-    """Return what small models saved on each rank, by name, with the models."""
+    """Return the results of each rank and the small model, by name."""
     trainings = {
         name: {"flags": model.flags, "tags": list(predict(model, is_deterministic=False))} for name, model in models.items()
     }
@@ -107,19 +107,16 @@ def measure_ranks(models, layout, tmp_path_factory):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("measured", "name"),
-    # Where two ranks share both, each formula for shared layers and experts has its part.
+    # Layouts that share both layers and experts cover every formula; the others are slow tests.
     [pytest.param(layout, name, marks=() if min(layout) == 2 else pytest.mark.slow) for layout, name in SHARED],
     indirect=["measured"],
     scope="module",
     ids=str,
 )
-def test_each_rank_saves_the_bytes_of_the_formulas_where_two_share_layers_or_experts(name, measured):
+def test_saved_bytes_match_the_formulas_on_two_ranks_that_share_layers_or_experts(name, measured):
     results, model = measured[name]
     for result in results:
         assert isinstance(result, dict), result
         assert result["bytes"] == predict(model, is_deterministic=False)
-        # As many of each expert: the formulas are for routing that is balanced over ranks.
+        # All experts get the same number of rows: the formulas assume balanced routing.
         assert all(len(set(rows)) == 1 for rows in result["rows"])
-
-
-# What shrinking leaves: everything but sizes, and whether they differ.

@@ -1,4 +1,4 @@
-"""Tests how Megatron's flags become assumptions of a prediction: gradients, optimizer, kernels and offloaded bytes."""
+"""Tests how Megatron's flags set the assumptions of a prediction: gradients, optimizer, kernels and offloaded bytes."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def read_state(flags, **options):
     return state.gradient_bytes, state.main_parameter_bytes, state.moment_bytes
 
 
-def test_without_flags_all_is_as_megatron_has_it():
+def test_assumptions_default_to_megatrons_defaults():
     assert read() == Assumptions()
     assert read().state == ADAM
 
@@ -36,7 +36,7 @@ def test_without_flags_all_is_as_megatron_has_it():
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.5", {"offloaded_part": 0.5}),
     ],
 )
-def test_a_flag_says_what_ranks_share_and_what_is_on_the_host(flags, expected):
+def test_flags_set_sharding_fp8_weights_and_optimizer_offload(flags, expected):
     assert read(f"--bf16 {flags}").state == dataclasses.replace(ADAM, **expected)
 
 
@@ -51,11 +51,11 @@ def test_a_flag_says_what_ranks_share_and_what_is_on_the_host(flags, expected):
         (AWARE, (4, 2, 8)),
         (f"{AWARE} --main-grads-dtype bf16", (2, 2, 8)),
         (f"{AWARE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 2, 4)),
-        # DeepSeek-V3's own: gradients in fp32, moments in bf16, and fp8 weights by blocks beside parameters in fp32.
+        # DeepSeek-V3: gradients in fp32, moments in bf16, and blockwise fp8 weights with main parameters in fp32.
         (f"{AWARE} --fp8-recipe blockwise --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16", (4, 4, 4)),
     ],
 )
-def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
+def test_flags_set_gradient_and_optimizer_bytes_per_parameter(flags, expected):
     assert read_state(flags) == expected
 
 
@@ -71,20 +71,20 @@ def test_a_flag_says_what_a_parameter_has_beside_its_weight(flags, expected):
         ("--offload-prefetch 5", "--offload-prefetch '5' has no unit"),
     ],
 )
-def test_flags_that_megatron_refuses_are_refused(flags, message):
+def test_flags_that_megatron_rejects_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=f"^file.sh: .*{message}"):
         read(flags)
     with pytest.raises(ConfigError, match="the command line"):
         read(typed=flags)
 
 
-def test_another_optimizer_is_counted_as_adam_and_that_is_said(caplog):
+def test_other_optimizers_are_counted_as_adam_with_a_warning(caplog):
     assert read_state("--bf16 --optimizer adam") == read_state("--bf16 --optimizer muon") == (4, 4, 8)
     assert [record.message for record in caplog.records] == [
         "--optimizer muon: its states are unknown, so a plan counts the states of Adam."
     ]
 
 
-def test_kernels_that_are_not_fused_are_passed_on():
+def test_disabled_kernel_fusions_reach_the_execution_assumptions():
     found = read("--bf16 --no-bias-dropout-fusion", typed="--no-gradient-accumulation-fusion").execution
     assert found == Execution(has_fused_dropout_add=False, has_fused_gradient_accumulation=False)

@@ -1,4 +1,4 @@
-"""Tests `--offload-modules auto` with a budget below the weights alone."""
+"""Tests `--offload-modules auto` with a budget below the static memory."""
 
 import pytest
 from support.trainings import DENSE, make_trainer
@@ -11,14 +11,14 @@ BUDGET_BYTES = 1000
 
 
 class FullMemory:
-    """In place of an allocator that has handed out the whole budget."""
+    """Fakes an allocator with the whole budget in use."""
 
     def read(self):
         return MemoryReading(allocated_bytes=BUDGET_BYTES, peak_bytes=BUDGET_BYTES)
 
 
 @pytest.mark.usefixtures("parallel")
-def test_allocated_bytes_above_the_budget_end_the_first_step_before_a_forward(monkeypatch):
+def test_static_memory_above_the_budget_fails_before_the_first_forward(monkeypatch):
     monkeypatch.setattr(profiling, "find_device_memory", lambda device_type: FullMemory())
     config = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=BUDGET_BYTES)
     with make_trainer(DENSE, config) as trainer:

@@ -1,4 +1,4 @@
-"""Tests that later pipeline ranks offload less: whole sites, the last of forward, in every microbatch."""
+"""Tests that later pipeline ranks offload less: they skip the last sites of forward in every microbatch."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -10,24 +10,24 @@ from fgoffload.integrations.megatron.adapter import site_actions
 
 
 @pytest.mark.usefixtures("parallel")
-def test_a_rank_keeps_as_many_bytes_of_a_step_whatever_the_number_of_microbatches(monkeypatch):
-    # One process that is told to be the second pipeline rank.
+def test_bytes_kept_per_step_do_not_depend_on_the_number_of_microbatches(monkeypatch):
+    # A single process that acts as the second pipeline rank.
     monkeypatch.setattr(site_actions, "load_module", lambda name: SimpleNamespace(get_pipeline_model_parallel_rank=lambda: 1))
     flags = MOE.replace("--global-batch-size 4", "--global-batch-size 2")
     tags, delta_bytes = ("attn_norm", "mlp_norm"), 20_000
 
     def run(**options):
-        moved = []
+        offloaded = []
         with make_trainer(flags, make_config(*tags, **options)) as trainer:
             for count in (1, 4, 4, 1, 1):
                 trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
                 trainer.run_step()
-                moved.append(trainer.integration.last_step.d2h_bytes)
-        return moved
+                offloaded.append(trainer.integration.last_step.d2h_bytes)
+        return offloaded
 
-    alike, balanced = run(), run(delta_offload_bytes_across_pp_ranks=delta_bytes)
-    less = [one - other for one, other in zip(alike, balanced, strict=True)]
-    site_bytes = alike[0] // 4  # two tags in two layers
-    assert less[0] == 0  # nothing is known yet
-    assert delta_bytes <= less[2] < delta_bytes + 4 * site_bytes  # whole sites of four microbatches
-    assert delta_bytes <= less[4] < delta_bytes + site_bytes
+    unbalanced, balanced = run(), run(delta_offload_bytes_across_pp_ranks=delta_bytes)
+    difference = [one - other for one, other in zip(unbalanced, balanced, strict=True)]
+    site_bytes = unbalanced[0] // 4  # two tags in two layers
+    assert difference[0] == 0  # the sizes of sites are unknown yet
+    assert delta_bytes <= difference[2] < delta_bytes + 4 * site_bytes  # rounded up to whole sites in four microbatches
+    assert delta_bytes <= difference[4] < delta_bytes + site_bytes

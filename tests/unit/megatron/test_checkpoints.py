@@ -23,33 +23,33 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "pre_mlp_layernorm"}
 RUNS = 2 * 2
-"""Layers times microbatches: how often each norm of a layer runs in the forwards of a step."""
+"""Forward calls of each kind of norm in one step: layers times microbatches."""
 
 
-def train_and_look(flags, config):
-    """Train a step; return its bits, its numbers by tag, and for each norm's input whether backward began without it."""
-    inputs, gone = {tag: [] for tag in NORMS}, {tag: [] for tag in NORMS}
+def train_and_track_inputs(flags, config):
+    """Train a step; return its results, its stats by tag, and whether each norm's input was freed before backward."""
+    inputs, freed = {tag: [] for tag in NORMS}, {tag: [] for tag in NORMS}
 
-    def note(tag, tensor):
-        if not is_in_backward():  # where the norm runs again
+    def record_input(tag, tensor):
+        if not is_in_backward():  # skips the norm's recompute
             inputs[tag].append(StorageRef(tensor))
 
-    def look(gradient):
+    def record_freed(gradient):
         for tag, found in inputs.items():
-            gone[tag] += [reference.is_freed for reference in found]
+            freed[tag] += [reference.is_freed for reference in found]
             found.clear()
 
-    def look_when_backward_begins(module, args, loss):
-        loss.register_hook(look)
+    def record_before_backward(module, args, loss):
+        loss.register_hook(record_freed)
 
     with make_trainer(flags, config) as trainer:
         model = trainer.chunks[0]
-        model.register_forward_hook(look_when_backward_begins)
+        model.register_forward_hook(record_before_backward)
         for layer in model.decoder.layers:
             for tag, name in NORMS.items():
-                getattr(layer, name).register_forward_pre_hook(lambda module, args, tag=tag: note(tag, args[0]))
+                getattr(layer, name).register_forward_pre_hook(lambda module, args, tag=tag: record_input(tag, args[0]))
         result = trainer.run_step()
-        return [(result.losses, result.gradient_digests)], trainer.integration.last_step.tags, gone
+        return [(result.losses, result.gradient_digests)], trainer.integration.last_step.tags, freed
 
 
 @pytest.fixture(scope="module")
@@ -58,19 +58,19 @@ def expected(parallel):
 
 
 @pytest.mark.parametrize("tags", [("mlp_norm",), ("attn_norm", "mlp_norm")], ids=" ".join)
-def test_the_input_of_a_norm_that_runs_again_is_gone_after_forward_where_it_leaves(tags, expected, tmp_path):
+def test_the_offloaded_input_of_a_recomputed_norm_is_freed_after_forward(tags, expected, tmp_path):
     plan = {(layer, tag): Action.RECOMPUTE_AND_OFFLOAD for layer in range(2) for tag in tags}
     config = make_config(*tags, offload_plan=write_plan(tmp_path / "plan.json", plan))
-    found, stats, gone = train_and_look(MIXED, config)
+    found, stats, freed = train_and_track_inputs(MIXED, config)
     assert found == expected
-    # Nothing but the input leaves: what else a norm saves, its recompute finds again.
+    # Only the input is offloaded: the recompute restores all other saved tensors of the norm.
     assert {tag: numbers.d2h_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, RUNS * HIDDEN_BYTES)
     assert {tag: numbers.held_elsewhere_bytes for tag, numbers in stats.items()} == dict.fromkeys(tags, 0)
-    assert {tag: gone[tag] for tag in tags} == {tag: [True] * RUNS for tag in tags}
+    assert {tag: freed[tag] for tag in tags} == {tag: [True] * RUNS for tag in tags}
 
 
 class Saved0161(torch.autograd.Function):
-    """Saves what megatron-core 0.16.1 does: detached copies, and None where it is given None."""
+    """Saves the same as megatron-core 0.16.1: detached copies, and None for inputs that are None."""
 
     @staticmethod
     def forward(ctx, run_function, checkpoint, *args):
@@ -90,7 +90,7 @@ class Saved0161(torch.autograd.Function):
 
 
 class SavedSince(Saved0161):
-    """Saves what the development branch does: the inputs, and what is no tensor elsewhere."""
+    """Saves the same as the development branch: the input tensors themselves."""
 
     @staticmethod
     def forward(ctx, run_function, checkpoint, *args):
@@ -100,7 +100,7 @@ class SavedSince(Saved0161):
 
 
 class SavesMore(Saved0161):
-    """Saves its output too, as no version does."""
+    """Also saves its output, unlike any version."""
 
     @staticmethod
     def forward(ctx, run_function, checkpoint, *args):
@@ -114,34 +114,34 @@ def detach(tensor):
 
 
 def run_checkpoint(function):
-    """Run `function` between ops, below hooks that copy what is saved; return the gradients, and whether its input was gone."""
+    """Run `function` under hooks that copy saved tensors; return the gradients, and whether its input was freed."""
     x, parameter = leaf(64), torch.nn.Parameter(leaf(64, seed=1).detach())
     hidden = x * 2
     reference = StorageRef(hidden)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
         output = function.apply(lambda tensor, *others: tensor.sin() * others[-1], None, hidden, None, parameter)
     del hidden
-    is_gone = reference.is_freed
+    is_freed = reference.is_freed
     output.sum().backward()
-    return [x.grad, parameter.grad], is_gone
+    return [x.grad, parameter.grad], is_freed
 
 
 @pytest.mark.parametrize(
-    ("function", "was_gone", "is_gone"), [(Saved0161, False, True), (SavedSince, True, True), (SavesMore, False, False)]
+    ("function", "freed"), [(Saved0161, (False, True)), (SavedSince, (True, True)), (SavesMore, (False, False))]
 )
-def test_in_each_version_inputs_can_be_freed_and_unknown_saves_are_left_alone(function, was_gone, is_gone):
-    mended = type("Mended", (function,), {"forward": staticmethod(functools.partial(save_inputs, function.forward))})
-    expected, found_before = run_checkpoint(function)
-    found, found_after = run_checkpoint(mended)
+def test_checkpoint_inputs_can_be_freed_in_each_version_unless_saves_are_unknown(function, freed):
+    patched = type("Patched", (function,), {"forward": staticmethod(functools.partial(save_inputs, function.forward))})
+    expected, is_freed = run_checkpoint(function)
+    found, is_freed_when_patched = run_checkpoint(patched)
     assert_same_bits(expected, found)
-    assert (found_before, found_after) == (was_gone, is_gone)
+    assert (is_freed, is_freed_when_patched) == freed
 
 
-# Which of Megatron's checkpoints run so.
+# Which checkpoints the integration replaces.
 
 
 def make_offload(*, recomputes):
-    """Return what checkpoints ask of the integration."""
+    """Return a fake integration with the members that checkpoints use."""
     actions = types.SimpleNamespace(recomputes=recomputes)
     return types.SimpleNamespace(actions=actions, keep_recomputed=list, open_reruns=OpenReruns())
 
@@ -155,9 +155,9 @@ def make_offload(*, recomputes):
         (True, True, {"fp8": False}, True),
         (True, False, {"ckpt_manager": types.SimpleNamespace(add_checkpoint=lambda one: None)}, False),
     ],
-    ids=["a plan", "no plan", "FP8", "FP8 elsewhere", "several together"],
+    ids=["a plan", "no plan", "FP8", "FP8 disabled here", "with a manager"],
 )
-def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
+def test_checkpoints_in_a_plan_recompute_within_their_graph(recomputes, fp8_is_on, attributes, is_ours):
     checkpoint = random.CheckpointWithoutOutput()
     vars(checkpoint).update(attributes)
     offload = make_offload(recomputes=recomputes)
@@ -170,11 +170,11 @@ def test_checkpoints_of_a_plan_recompute_within_their_graph(recomputes, fp8_is_o
     assert type(output.grad_fn).__name__ == ("SinBackward0" if is_ours else "CheckpointWithoutOutputFunctionBackward")
 
 
-@pytest.mark.parametrize("where", ["below a checkpoint", "without gradients", "in a CUDA graph's warm-up"])
-def test_elsewhere_megatrons_own_checkpoint_runs(where, monkeypatch):
+@pytest.mark.parametrize("where", ["inside a checkpoint", "without gradients", "in a CUDA graph's warm-up"])
+def test_megatrons_own_checkpoint_runs_outside_plain_training(where, monkeypatch):
     offload, checkpoints = make_offload(recomputes=True), []
 
-    def run_below(hidden):
+    def run_checkpoint_without_output(hidden):
         checkpoints.append(random.CheckpointWithoutOutput())
         return checkpoints[-1].checkpoint(torch.sin, hidden)
 
@@ -182,11 +182,11 @@ def test_elsewhere_megatrons_own_checkpoint_runs(where, monkeypatch):
         wrap_checkpoints(patches, lambda: offload)
         if where == "without gradients":
             with torch.no_grad():
-                run_below(leaf(3))
-        elif where == "below a checkpoint":
-            torch.utils.checkpoint.checkpoint(run_below, leaf(3) * 1, use_reentrant=False)
+                run_checkpoint_without_output(leaf(3))
+        elif where == "inside a checkpoint":
+            torch.utils.checkpoint.checkpoint(run_checkpoint_without_output, leaf(3) * 1, use_reentrant=False)
         else:
             monkeypatch.setattr(load_module("megatron.core.transformer.cuda_graphs"), "is_graph_warmup", lambda: True)
-            run_below(leaf(3) * 1)
+            run_checkpoint_without_output(leaf(3) * 1)
     assert checkpoints
     assert all("_fgoffload_rerun" not in vars(one) for one in checkpoints)

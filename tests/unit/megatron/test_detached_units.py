@@ -1,4 +1,4 @@
-"""Tests recomputed units whose outputs no consumer saves: no copy, no storage after forward, and the same bits."""
+"""Tests recomputed units whose outputs no consumer saves: no copies, no memory after forward, bitwise identical results."""
 
 import contextlib
 import functools
@@ -48,38 +48,38 @@ def make_planned_trainer(name, actions, tmp_path):
 
 @contextlib.contextmanager
 def stand_ins(name):
-    """Give Megatron's local layers grouped experts and latent attention, which they are refused with, until the body ends."""
+    """Temporarily give Megatron's local layers grouped experts and latent attention, which they do not support."""
     attention = reference_attention() if "latent" in name else contextlib.nullcontext()
     with grouped_experts(), mock.patch.object(training, "check_supported"), attention:
         yield
 
 
-def get_bits(result):
+def get_results(result):
     return result.losses, result.gradient_digests
 
 
 @pytest.fixture(scope="module")
 def compute_expected(parallel):
-    """Computes the bits of a model's baseline, once."""
+    """Return a function that computes and caches the baseline results of a model."""
 
     @functools.cache
     def compute(name):
         with stand_ins(name), make_trainer(FLAGS[name], None) as trainer:
-            return get_bits(trainer.run_step())
+            return get_results(trainer.run_step())
 
     return compute
 
 
 @pytest.fixture
-def given_back(monkeypatch):
-    """For each recomputed output, whether something held it, so that it was copied."""
+def copied(monkeypatch):
+    """Record for each recomputed output whether it was copied because something still references it."""
     found, restore = [], detached_outputs.Output.restore
 
-    def note(output, again):
+    def record(output, again):
         found.append(output._emptied is not None and output._emptied.find_storage() is not None)
         restore(output, again)
 
-    monkeypatch.setattr(detached_outputs.Output, "restore", note)
+    monkeypatch.setattr(detached_outputs.Output, "restore", record)
     return found
 
 
@@ -87,7 +87,7 @@ def given_back(monkeypatch):
     ("name", "actions", "count"),
     [
         ("dense", {"qkv_linear": B, "core_attn": O}, 3),
-        ("dense", {"attn_norm": R, "qkv_linear": B}, 4),  # whose input is the norm's output, so that nothing is offloaded
+        ("dense", {"attn_norm": R, "qkv_linear": B}, 4),  # its input is the norm's output, so nothing is offloaded
         ("dense", {"mlp_norm": R, "mlp_act": O}, 1),
         ("dense", {"attn_norm": R, "qkv_linear": R, "mlp_norm": R, "mlp_fc1": R}, 6),
         ("dense", {"mlp_norm": R, "mlp": R}, 1),
@@ -102,20 +102,20 @@ def given_back(monkeypatch):
     ],
     ids=str,
 )
-def test_nothing_is_copied_and_bits_are_the_same(name, actions, count, compute_expected, given_back, tmp_path):
+def test_recompute_copies_no_outputs_and_is_bitwise_identical(name, actions, count, compute_expected, copied, tmp_path):
     expected = compute_expected(name)
     with make_planned_trainer(name, actions, tmp_path) as trainer:
-        assert get_bits(trainer.run_step()) == expected
-        moved = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
-    assert all(moved[tag] for tag, action in actions.items() if action is O)
-    assert given_back == [False] * count * MICROBATCHES
+        assert get_results(trainer.run_step()) == expected
+        offloaded_bytes = {tag: numbers.d2h_bytes for tag, numbers in trainer.integration.last_step.tags.items()}
+    assert all(offloaded_bytes[tag] for tag, action in actions.items() if action is O)
+    assert copied == [False] * count * MICROBATCHES
 
 
-# Tokens that are permuted again.
+# Recomputed token permutation.
 
 
-def train_apart(actions, tmp_path, train):
-    """Return the gradients of the first MoE layer and of its inputs, after `train` had three of them."""
+def train_moe_layer(actions, tmp_path, train):
+    """Return the gradients of the first MoE layer and of those of its three inputs that `train` used."""
     with make_planned_trainer("grouped", actions, tmp_path) as trainer:
         trainer.run_step()
         mlp = trainer.chunks[0].decoder.layers[0].mlp
@@ -130,13 +130,13 @@ def train_apart(actions, tmp_path, train):
         return [one.clone() for one in (*(weight.main_grad for weight in mlp.parameters()), *used)]
 
 
-def go_back_in_reverse(_, run):
+def run_backward_in_reverse(_, run):
     for loss in reversed([run(number) for number in range(3)]):
         loss.backward()
 
 
-def go_on_after_errors(mlp, run):
-    """Have forward fail before and behind the first linear, and run once more without a graph."""
+def continue_after_errors(mlp, run):
+    """Fail in forward before and after the first linear, and run once without a graph."""
 
     def fail(*_):
         raise ArithmeticError
@@ -153,21 +153,21 @@ def go_on_after_errors(mlp, run):
     assert region.find_top_hooks(False) is None  # noqa: FBT003 - not only while tracing
 
 
-@pytest.mark.parametrize("train", [go_back_in_reverse, go_on_after_errors])
-def test_forwards_in_flight_and_forwards_that_fail_do_not_mix(train, tmp_path):
-    found, expected = (train_apart(actions, tmp_path, train) for actions in ({"dispatch": R}, {}))
+@pytest.mark.parametrize("train", [run_backward_in_reverse, continue_after_errors])
+def test_concurrent_and_failed_forwards_do_not_interfere(train, tmp_path):
+    found, expected = (train_moe_layer(actions, tmp_path, train) for actions in ({"dispatch": R}, {}))
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
-def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_are_refused(tmp_path):
-    def change(mlp, _):
+def test_in_place_changes_before_a_recomputed_permutation_raise(tmp_path):
+    def modify_in_place(mlp, _):
         hidden = torch.ones(32, 2, 32).requires_grad_() * 1.0
         output = mlp(hidden)[0]
         hidden.mul_(2.0)
         output.sum().backward()
 
     with pytest.raises((StateError, RuntimeError), match=r"in.?place"):
-        train_apart({"dispatch": R}, tmp_path, change)
+        train_moe_layer({"dispatch": R}, tmp_path, modify_in_place)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_hidden_states_that_are_changed_in_place_before_they_are_permuted_again_
         ("grouped", "mlp.experts", "_make_fused_impl", None),
     ],
 )
-def test_tokens_that_other_ranks_sent_or_something_changed_are_not_permuted_again(name, owner, field, value, monkeypatch):
+def test_dispatch_is_not_recomputed_for_received_or_modified_tokens(name, owner, field, value, monkeypatch):
     with stand_ins(name), make_trainer(FLAGS[name], None) as trainer:
         layer = trainer.chunks[0].decoder.layers[0]
         assert ("dispatch" in find_units(layer)) == (name == "grouped")

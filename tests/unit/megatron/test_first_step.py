@@ -1,4 +1,4 @@
-"""Tests the comparison of ranks after the first step."""
+"""Tests the checks across ranks in the first step."""
 
 import contextlib
 import types
@@ -16,7 +16,7 @@ OURS = (("core_attn",), PLAN)
 
 
 def check(monkeypatch, ours, theirs):
-    """Compare two ranks, as an exchange between processes does."""
+    """Run the check on one of two ranks with a faked exchange."""
     sent = []
     monkeypatch.setattr(first_step, "gather", lambda own: sent.append(own) or [own])
     check_same_plan(*theirs)
@@ -25,23 +25,23 @@ def check(monkeypatch, ours, theirs):
 
 
 @pytest.mark.parametrize("both", [OURS, (("core_attn",), None), (("moe_act", "core_attn"), PLAN)])
-def test_ranks_with_the_same_tags_and_plan_go_on(both, monkeypatch):
+def test_ranks_with_the_same_tags_and_plan_continue(both, monkeypatch):
     check(monkeypatch, both, both)
 
 
 @pytest.mark.parametrize(
     "theirs", [(("moe_act",), PLAN), (("core_attn",), OTHER), (("core_attn",), None), (("core_attn", "moe_act"), PLAN)]
 )
-def test_a_rank_with_other_tags_or_another_plan_stops_all_ranks(theirs, monkeypatch):
+def test_different_tags_or_plans_stop_all_ranks(theirs, monkeypatch):
     for pair in ((OURS, theirs), (theirs, OURS)):
         with pytest.raises(PlanError, match="The ranks have different tags or plans"):
             check(monkeypatch, *pair)
 
 
 @pytest.mark.parametrize("saves_elsewhere", [False, True])
-def test_a_tag_that_saves_nothing_is_refused_unless_another_rank_saves_something(saves_elsewhere, monkeypatch):
+def test_a_tag_that_saves_nothing_on_any_rank_is_rejected(saves_elsewhere, monkeypatch):
     actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
     monkeypatch.setattr(first_step, "gather", lambda own: [own, [(*one[:3], saves_elsewhere, False) for one in own]])
-    refusal = pytest.raises(IntegrationError, match="'core_attn' saved nothing in the first step on any rank")
-    with contextlib.nullcontext() if saves_elsewhere else refusal:
+    raises = pytest.raises(IntegrationError, match="'core_attn' saved nothing in the first step on any rank")
+    with contextlib.nullcontext() if saves_elsewhere else raises:
         check_tags(("core_attn",), actions, (), types.SimpleNamespace(tags={}))

@@ -25,12 +25,12 @@ def check(tags, values, **options):
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
     ],
 )
-def test_settings_that_a_capture_cannot_contain_are_refused(tags, values, reason):
+def test_tags_that_a_graph_cannot_capture_are_rejected(tags, values, reason):
     with pytest.raises(ConfigError, match=reason):
         check(tags, values)
 
 
-def test_auto_is_refused_with_graphs():
+def test_auto_is_rejected_with_graphs():
     with pytest.raises(ConfigError, match="auto measures modules in eager steps, but --cuda-graph-impl local"):
         check(("auto",), LOCAL, offload_memory_budget_bytes=1 << 30)
 
@@ -45,19 +45,19 @@ def test_auto_is_refused_with_graphs():
         (("core_attn", "mlp_fc1"), FULL),
     ],
 )
-def test_supported_combinations_of_graphs_and_offload_are_not_refused(tags, values):
+def test_supported_combinations_of_graphs_and_offload_are_accepted(tags, values):
     check(tags, values)
 
 
 @pytest.mark.parametrize(("values", "impl"), [({}, "none"), (FULL, "full_iteration")])
-def test_a_delay_without_graphs_of_layers_is_one_warning(caplog, values, impl):
+def test_delaying_offload_without_layer_graphs_warns_once(caplog, values, impl):
     check(("core_attn",), values, delay_offload_until_cuda_graph=True)
     assert [record.getMessage().partition(" has no effect ")[2] for record in caplog.records] == [
         f"with --cuda-graph-impl {impl}. It needs transformer_engine."
     ]
 
 
-def test_a_plan_recomputes_nothing_that_is_captured():
+def test_a_plan_cannot_recompute_captured_modules():
     attention = TE | EXPERTS | {"cuda_graph_modules": ["attn"]}
     check_recompute(["moe_act"], attention, layer=3, is_moe=True)
     with pytest.raises(PlanError, match=r"recomputes layers\.3\.core_attn, but --cuda-graph-impl transformer_engine captures"):

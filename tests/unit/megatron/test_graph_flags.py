@@ -1,4 +1,4 @@
-"""Tests that CUDA graph flags as in 0.19 reach the config of each version, and that unsupported ones raise errors."""
+"""Tests that the CUDA graph flags of 0.19 reach the config of each version, and that unsupported ones raise errors."""
 
 import pytest
 from support.trainings import DENSE, MOE
@@ -22,7 +22,7 @@ def parse(flags, *, base=DENSE):
 
 @pytest.fixture
 def _gpu(monkeypatch):
-    """Let checks take this machine for one with a GPU and Transformer Engine."""
+    """Make checks pass as on a machine with a GPU and Transformer Engine."""
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: True)
 
@@ -41,7 +41,7 @@ def _gpu(monkeypatch):
         ),
     ],
 )
-def test_both_spellings_mean_the_same(flags, fields):
+def test_old_and_new_graph_flags_set_the_same_fields(flags, fields):
     found = parse(flags).transformer
     assert {name: value for name, value in found.items() if "graph" in name} == fields
 
@@ -69,12 +69,12 @@ def test_both_spellings_mean_the_same(flags, fields):
         ({"cuda_graph_modules": ["attn"]}, {"cuda_graph_modules": ["attn"]}, {"cuda_graph_scope": ["attn"]}),
     ],
 )
-def test_each_version_gets_the_fields_that_it_has(fields, new, old):
+def test_each_megatron_version_gets_its_own_field_names(fields, new, old):
     assert to_config_fields(fields, NEW) == new
     assert to_config_fields(fields, OLD) == old
 
 
-def test_the_installed_config_takes_the_flags():
+def test_the_installed_config_accepts_the_graph_flags():
     config = build_transformer_config(parse(f"{TE} --cuda-graph-modules attn mlp --cuda-graph-warmup-steps 5"), offload=None)
     modules = config.cuda_graph_modules if is_installed("0.18") else config.cuda_graph_scope
     assert [module.name for module in modules] == ["attn", "mlp"]
@@ -93,11 +93,11 @@ def test_the_installed_config_takes_the_flags():
         (TE_LAYERS, False),
     ],
 )
-def test_transformer_engine_keeps_random_states_where_its_graphs_or_graphs_of_its_layers_draw(flags, is_used):
+def test_te_rng_tracker_is_used_for_graphs_with_transformer_engine(flags, is_used):
     assert parse(flags).uses_te_rng_tracker is is_used
 
 
-def test_steps_that_only_replay_come_after_the_eager_ones_and_the_capture():
+def test_replay_starts_after_warm_up_and_capture():
     assert parse("").steps_until_replay == 0
     assert parse(TE).steps_until_replay == 4
     assert parse(f"{TE} --cuda-graph-warmup-steps 1").steps_until_replay == 2
@@ -106,7 +106,7 @@ def test_steps_that_only_replay_come_after_the_eager_ones_and_the_capture():
     assert dict(eager.transformer) == dict(parse("").transformer)
 
 
-def test_the_delay_reaches_the_config_where_there_is_one():
+def test_the_delay_flag_reaches_the_config():
     flags = "--fine-grained-activation-offloading --offload-modules expert_fc1 --delay-offload-until-cuda-graph"
     arguments = parse(flags, base=f"{MOE} --moe-grouped-gemm")
     assert arguments.offload.delay_offload_until_cuda_graph
@@ -121,7 +121,7 @@ def test_graphs_need_a_gpu(impl):
     assert str(caught.value) == f"x.sh: --cuda-graph-impl {impl} needs a GPU, but this machine has none. Remove it."
 
 
-def test_graphs_of_transformer_engine_need_it(monkeypatch):
+def test_transformer_engine_graphs_need_transformer_engine(monkeypatch):
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: False)
     with pytest.raises(ConfigError, match=r"transformer_engine needs Transformer Engine, .* pip install 'fgoffload\[te\]'"):
@@ -140,14 +140,14 @@ def test_graphs_of_transformer_engine_need_it(monkeypatch):
         (f"{FULL} --num-experts 4 --moe-expert-capacity-factor 1.0", "--moe-pad-expert-input-to-capacity"),
     ],
 )
-def test_settings_that_no_graph_can_contain_are_refused(flags, message):
+def test_settings_that_graphs_cannot_capture_are_rejected(flags, message):
     with pytest.raises(ConfigError) as caught:
         check_supported(parse(flags))
     assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("_gpu")
-def test_expandable_segments_need_nccl_to_leave_graphs_alone(monkeypatch):
+def test_expandable_segments_need_nccl_graph_registration_off(monkeypatch):
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     with pytest.raises(ConfigError, match="Set NCCL_GRAPH_REGISTER=0"):

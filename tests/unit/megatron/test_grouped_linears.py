@@ -1,4 +1,4 @@
-"""Tests that the experts' grouped linears save few tensors, and never more bytes than without offload."""
+"""Tests that grouped linears of experts save few tensors, and never more bytes than without offload."""
 
 import types
 
@@ -9,14 +9,14 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 
 class Linear:
-    """Of Transformer Engine, as far as it matters here."""
+    """A Transformer Engine linear, reduced to the attribute under test."""
 
     def __init__(self, *, save_original_input=False):
         self.save_original_input = save_original_input
 
 
 def build_experts(*, fp8=None, offload_expert_fc1=False):
-    """Return experts as Megatron builds them: for its own engine it lets the first linear save its whole input."""
+    """Return experts as Megatron builds them: its own offload makes the first linear save its original input."""
     return types.SimpleNamespace(
         config=types.SimpleNamespace(fp8=fp8, fp4=None),
         offload_expert_fc1=offload_expert_fc1,
@@ -32,17 +32,17 @@ def get_choices(experts):
 @pytest.mark.parametrize(
     ("options", "offloaded", "expected"),
     [
-        # In bf16 both linears save one tensor while something of the experts is offloaded.
+        # In bf16 both linears save their original input while any expert tensor is offloaded.
         ({"offload_expert_fc1": True}, ["core_attn", "expert_fc1"], (True, True)),
         ({}, ["core_attn", "moe_act"], (True, True)),
         ({}, ["expert_fc2"], (True, True)),
         ({}, ["core_attn", "router"], (False, False)),
-        # Quantized linears save what they quantized.
+        # Quantized linears save the quantized input.
         ({"fp8": "hybrid", "offload_expert_fc1": True}, ["expert_fc1", "expert_fc2"], (False, False)),
         ({"fp8": "hybrid", "offload_expert_fc1": True}, [], (False, False)),
     ],
 )
-def test_linears_save_one_tensor_where_that_takes_no_more_bytes(options, offloaded, expected):
+def test_bf16_experts_save_original_inputs_while_expert_tensors_are_offloaded(options, offloaded, expected):
     experts = build_experts(**options)
     before = get_choices(experts)
     with Patches() as patches:
@@ -51,7 +51,7 @@ def test_linears_save_one_tensor_where_that_takes_no_more_bytes(options, offload
     assert get_choices(experts) == (before if "fp8" not in options else (False, False))
 
 
-def test_recomputed_quantized_experts_save_the_whole_input_that_they_asked_for():
+def test_recomputed_quantized_experts_keep_saving_their_original_input():
     experts = build_experts(fp8="hybrid")
     experts.linear_fc2.save_original_input = True
     with Patches() as patches:
@@ -59,7 +59,7 @@ def test_recomputed_quantized_experts_save_the_whole_input_that_they_asked_for()
         assert experts.linear_fc2.save_original_input is True
 
 
-def test_the_sites_of_a_layer_choose_it():
+def test_adding_the_sites_of_a_layer_chooses_the_saved_inputs():
     experts = build_experts(offload_expert_fc1=True)
     layer = types.SimpleNamespace(mlp=types.SimpleNamespace(experts=experts))
     with Patches() as patches:

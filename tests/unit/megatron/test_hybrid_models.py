@@ -1,4 +1,4 @@
-"""Tests hybrid models with stacks of layers in multi-token prediction: the same bits, and a number for each layer."""
+"""Tests hybrid models with layer stacks in multi-token prediction: bitwise identical, with separate sites per layer."""
 
 import pytest
 from support.hybrid_models import hybrid_models
@@ -7,7 +7,7 @@ from support.versions import RECOMPUTES_DEPTHS
 
 from fgoffload import Site
 
-pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="megatron-core from 0.18 on has these models")
+pytest.importorskip("megatron.core.models.hybrid.hybrid_model", reason="hybrid models need megatron-core 0.18 or newer")
 pytestmark = [
     pytest.mark.usefixtures("parallel"),
     pytest.mark.filterwarnings("ignore:recompute_method == 'block' is not supported for MTP:UserWarning"),
@@ -17,7 +17,7 @@ PATTERN = "*-/*-/*-"
 FLAGS = f"{DENSE} --mtp-num-layers 2"
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 INPUT = ("layer_input",)
-# One checkpoint is around each depth, or around the first layer of each stack.
+# Each checkpoint wraps a whole depth, or the first layer of a stack.
 FULL_UNIFORM = f"{FLAGS} {FULL} uniform", INPUT, [(layer, *INPUT) for layer in (0, 1, 2, 4)]
 FULL_BLOCK = f"{FLAGS} {FULL} block", INPUT, [(layer, *INPUT) for layer in (0, 2, 4)]
 
@@ -30,7 +30,7 @@ FULL_BLOCK = f"{FLAGS} {FULL} block", INPUT, [(layer, *INPUT) for layer in (0, 2
         pytest.param(*FULL_BLOCK, marks=RECOMPUTES_DEPTHS),
     ],
 )
-def test_each_layer_of_each_depth_has_sites_of_its_own(flags, tags, sites):
+def test_every_layer_of_each_mtp_depth_has_its_own_sites(flags, tags, sites):
     with hybrid_models(PATTERN):
         expected, _ = train(flags)
         with make_trainer(flags, make_config(*tags)) as trainer:
@@ -40,7 +40,7 @@ def test_each_layer_of_each_depth_has_sites_of_its_own(flags, tags, sites):
 
 
 @RECOMPUTES_DEPTHS
-def test_the_checkpoint_of_a_depth_moves_the_hidden_states_and_the_embeddings():
+def test_checkpointed_mtp_depths_offload_hidden_states_and_embeddings():
     with hybrid_models(PATTERN):
-        _, moved = train(f"{FLAGS} {FULL} uniform", make_config("layer_input", min_offloaded_tensor_size=HIDDEN_BYTES // 4))
-    assert moved == {"layer_input": (2 + 2 * 2) * HIDDEN_BYTES * 2}  # two layers, two depths, and microbatches
+        _, found = train(f"{FLAGS} {FULL} uniform", make_config("layer_input", min_offloaded_tensor_size=HIDDEN_BYTES // 4))
+    assert found == {"layer_input": (2 + 2 * 2) * HIDDEN_BYTES * 2}  # two layers, two depths, and microbatches

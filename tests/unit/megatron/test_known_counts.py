@@ -1,4 +1,4 @@
-"""Tests that a recompute reuses and checks the counts of its forward, so that the host need not wait again."""
+"""Tests that recompute reuses and checks the token counts of its forward, so that the host does not wait again."""
 
 import functools
 
@@ -18,18 +18,18 @@ UNITS = ("moe", "layer")
 
 
 class Event:
-    """Stands for a CUDA event: `has_passed` says whether it has, and nobody may wait for it."""
+    """Fakes a CUDA event that tests complete by hand and that the host cannot wait for."""
 
     def __init__(self):
-        self.has_passed = False
+        self.is_complete = False
 
     def query(self):
-        return self.has_passed
+        return self.is_complete
 
 
 @pytest.fixture
-def moved(monkeypatch):
-    """Return a list that gets all that dispatchers are given of what they move to the host."""
+def received(monkeypatch):
+    """Record the counts that dispatchers receive: whether a forward's counts are known, the returned and the new ones."""
     found = []
     original = known_counts._StoredCounts.choose
 
@@ -48,66 +48,66 @@ def make_plan(tmp_path, unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_a_recompute_is_given_what_its_forward_was_given_and_bits_stay(unit, moved, tmp_path):
+def test_recompute_reuses_the_token_counts_of_its_forward(unit, received, tmp_path):
     expected, _ = train(ALLTOALL)
     results, _ = train(ALLTOALL, make_plan(tmp_path, unit))
     assert results == expected
-    first = [given for is_known, given, _ in moved if not is_known]
-    again = [given for is_known, given, _ in moved if is_known]
-    # One microbatch after the other, forward and then backward: the same objects, not equal ones.
+    first = [given for is_known, given, _ in received if not is_known]
+    again = [given for is_known, given, _ in received if is_known]
+    # The microbatches run one after another. Recompute returns the objects of its forward, not equal copies.
     assert len(first) == len(again) > 0
     assert all(one is other for one, other in zip(first, again, strict=True))
-    assert all(torch.equal(given, own) for is_known, given, own in moved if is_known)
+    assert all(torch.equal(given, own) for is_known, given, own in received if is_known)
 
 
-def test_forwards_whose_recompute_comes_later_keep_their_own():
+def test_each_forward_keeps_its_own_counts_until_its_recompute():
     counts = known_counts.KnownCounts()
     move = functools.partial(counts._move, lambda tensor: tensor if tensor is None else tensor.clone())
     first, second = (counts._reuse_counts(lambda value=value: (move(torch.tensor(value)), move(None))) for value in (1, 2))
     before = first(), second()
-    assert move(torch.tensor(3)).item() == 3  # beside them, under no checkpoint
+    assert move(torch.tensor(3)).item() == 3  # outside any checkpoint
     again = first(), second(), second()
     assert all(own is known for (own, _), (known, _) in zip(again, (*before, before[1]), strict=True))
 
 
-def test_a_recompute_that_asks_for_more_than_its_forward_is_refused():
+def test_a_recompute_that_requests_more_counts_than_its_forward_raises():
     counts = known_counts.KnownCounts()
-    asked = [torch.tensor(1)]
+    requested = [torch.tensor(1)]
     move = functools.partial(counts._move, lambda tensor: tensor)
-    function = counts._reuse_counts(lambda: [move(one) for one in asked])
+    function = counts._reuse_counts(lambda: [move(one) for one in requested])
     function()
-    asked.append(torch.tensor(2))
+    requested.append(torch.tensor(2))
     with pytest.raises(StateError, match="requested more token counts than its forward"):
         function()
 
 
-def test_the_host_waits_for_no_event_in_a_recompute_and_for_one_in_forward(monkeypatch, tmp_path):
+def test_the_host_synchronizes_in_forward_but_not_in_recompute(monkeypatch, tmp_path):
     waited = []
     with make_trainer(ALLTOALL, make_plan(tmp_path, "moe")) as trainer:
         dispatcher = load_module(DISPATCHERS).MoEAlltoAllTokenDispatcher
         stream = dispatcher.cuda_dtoh_stream
         monkeypatch.setattr(type(stream), "synchronize", lambda self: waited.append(self))
         trainer.run_step()
-    # Of both layers forward alone, in each of two microbatches: layer 1 runs again.
+    # Forward of two layers in two microbatches; the recompute of layer 1 does not wait.
     assert len(waited) == 4
 
 
-@pytest.mark.parametrize("when", ["as it comes", "later"])
-def test_a_router_that_chooses_otherwise_the_second_time_is_an_error_when_its_counts_come(monkeypatch, when):
+@pytest.mark.parametrize("when", ["immediately", "later"])
+def test_a_recompute_that_routes_differently_raises_once_its_counts_arrive(monkeypatch, when):
     counts = known_counts.KnownCounts()
     first, again, event = torch.tensor([3, 5]), torch.tensor([4, 4]), Event()
     if when == "later":
         monkeypatch.setattr(torch.cuda, "Event", Event)
-    asked = iter((first, again, first))
+    requested = iter((first, again, first))
     dispatcher = type("Dispatcher", (), {"d2h_event": event})()
     move = functools.partial(counts._move, lambda tensor: tensor)
-    wait = functools.partial(counts._wait, lambda dispatcher, point: move(next(asked)))
+    wait = functools.partial(counts._wait, lambda dispatcher, point: move(next(requested)))
     function = counts._reuse_counts(lambda: wait(dispatcher, "before_permutation_1"))
     assert function() is first
     assert function() is first
-    dispatcher.d2h_event.synchronize()  # returns, where the event itself cannot
+    dispatcher.d2h_event.synchronize()  # returns, although the event has no `synchronize`
     if when == "later":
         assert function() is first
-        event.has_passed = True
+        event.is_complete = True
     with pytest.raises(StateError, match=r"sent \[4, 4\] tokens to its experts or ranks, but its forward sent \[3, 5\]"):
         function()

@@ -1,4 +1,4 @@
-"""Tests captured and replayed Megatron layers with offload outside and inside the graphs: the same bits."""
+"""Tests captured and replayed Megatron layers with offload outside and inside the graphs: bitwise identical."""
 
 import contextlib
 import gc
@@ -18,14 +18,14 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 
 pytestmark = [
     pytest.mark.usefixtures("parallel"),
-    pytest.mark.skipif(not is_installed("0.19"), reason="the graphs of megatron-core 0.19"),
+    pytest.mark.skipif(not is_installed("0.19"), reason="needs the CUDA graphs of megatron-core 0.19"),
 ]
 
 LAYERS, MICROBATCHES = 3, 2
 FLAGS = MOE.replace("--moe-aux-loss-coeff 1e-2", "--moe-router-load-balancing-type none").replace(
     "--num-layers 2", f"--num-layers {LAYERS}"
 )
-BESIDE, INSIDE = ("expert_fc1", "moe_act"), ("qkv_linear", "core_attn", "attn_proj")
+OUTSIDE, INSIDE = ("expert_fc1", "moe_act"), ("qkv_linear", "core_attn", "attn_proj")
 
 
 @contextlib.contextmanager
@@ -51,7 +51,7 @@ def train(monkeypatch, modules, offload=None, *, steps=2):
     return results, tags
 
 
-def list_left(caplog):
+def list_offloaded(caplog):
     messages = [record.getMessage() for record in caplog.records]
     return [message.partition(":")[0].removeprefix("offload ") for message in messages if message.startswith("offload ")]
 
@@ -59,52 +59,52 @@ def list_left(caplog):
 @pytest.mark.parametrize(
     ("modules", "tags"),
     [
-        (["attn"], BESIDE),
-        (["attn", "moe_router"], BESIDE),
+        (["attn"], OUTSIDE),
+        (["attn", "moe_router"], OUTSIDE),
         (["attn"], INSIDE),
-        (["attn", "moe_router"], (*INSIDE, *BESIDE)),
-        (["moe_router"], (*INSIDE, *BESIDE)),
+        (["attn", "moe_router"], (*INSIDE, *OUTSIDE)),
+        (["moe_router"], (*INSIDE, *OUTSIDE)),
     ],
 )
-@pytest.mark.parametrize("delays", [False, True], ids=["at once", "delayed"])
-def test_losses_and_gradients_are_those_of_the_same_graphs_without_offload(monkeypatch, modules, tags, delays):
+@pytest.mark.parametrize("delays", [False, True], ids=["immediate", "delayed"])
+def test_graphed_training_with_offload_is_bitwise_identical_to_without(monkeypatch, modules, tags, delays):
     expected, _ = train(monkeypatch, modules)
-    found, moved = train(monkeypatch, modules, make_config(*tags, delay_offload_until_cuda_graph=delays))
+    found, stats = train(monkeypatch, modules, make_config(*tags, delay_offload_until_cuda_graph=delays))
     assert found == expected
-    assert moved[tags[0]].groups == LAYERS * MICROBATCHES
-    assert moved[tags[0]].d2h_bytes > 0
+    assert stats[tags[0]].groups == LAYERS * MICROBATCHES
+    assert stats[tags[0]].d2h_bytes > 0
 
 
-def test_a_fraction_and_a_replay_are_of_the_same_layer(monkeypatch, caplog):
+def test_an_offload_fraction_selects_the_same_layer_in_replay(monkeypatch, caplog):
     offload = make_config("expert_fc1", activation_offload_fraction=0.4)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
-    assert list_left(caplog) == [f"layers.0.expert_fc1 mb={number}" for number in range(MICROBATCHES)]
+    assert list_offloaded(caplog) == [f"layers.0.expert_fc1 mb={number}" for number in range(MICROBATCHES)]
 
 
-def test_delayed_groups_leave_behind_the_next_graph_and_the_last_ones_stay(monkeypatch, caplog):
+def test_delayed_groups_are_offloaded_after_the_next_graph_and_the_last_are_kept(monkeypatch, caplog):
     offload = make_config("expert_fc1", delay_offload_until_cuda_graph=True)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
         stats = training.trainer.integration.last_step.tags["expert_fc1"]
-    assert list_left(caplog) == [
+    assert list_offloaded(caplog) == [
         f"layers.{layer}.expert_fc1 mb={number}" for number in range(MICROBATCHES) for layer in range(LAYERS - 1)
     ]
-    assert stats.recalled_bytes > stats.d2h_bytes / (LAYERS - 1)  # the last layer's bytes are among them
+    assert stats.recalled_bytes > stats.d2h_bytes / (LAYERS - 1)  # includes the last layer's bytes
 
 
-def test_delayed_groups_leave_when_the_next_graph_is_launched_and_not_later(monkeypatch, caplog):
-    offload, left = make_config("expert_fc1", delay_offload_until_cuda_graph=True), []
-    flags = f"{FLAGS} --moe-token-dispatcher-type alltoall"  # which has no wait that groups are held for
+def test_delayed_groups_are_offloaded_as_soon_as_the_next_graph_is_launched(monkeypatch, caplog):
+    offload, offloaded = make_config("expert_fc1", delay_offload_until_cuda_graph=True), []
+    flags = f"{FLAGS} --moe-token-dispatcher-type alltoall"  # no host wait holds its groups back
     with (
         graphed(monkeypatch, ["attn"], offload, flags=flags) as training,
         caplog.at_level(logging.DEBUG, logger="fgoffload.engine"),
     ):
-        # Attention alone is captured: the experts of the second layer come behind its graph.
+        # Only attention is captured: the experts of the second layer run after its graph.
         second = training.trainer.chunks[0].decoder.layers[1]
-        second.mlp.register_forward_pre_hook(lambda module, args: left.append(list_left(caplog)))
+        second.mlp.register_forward_pre_hook(lambda module, args: offloaded.append(list_offloaded(caplog)))
         training.trainer.run_step()
-    assert left[0] == ["layers.0.expert_fc1 mb=0"]
+    assert offloaded[0] == ["layers.0.expert_fc1 mb=0"]
 
 
 def test_the_last_groups_are_offloaded_at_the_end_of_forward_if_another_stage_follows(monkeypatch, caplog):
@@ -112,10 +112,10 @@ def test_the_last_groups_are_offloaded_at_the_end_of_forward_if_another_stage_fo
     monkeypatch.setattr("fgoffload.integrations.megatron.adapter.layers._find_ending_block", lambda model: None)
     with graphed(monkeypatch, ["attn"], offload) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         training.trainer.run_step()
-    assert len(list_left(caplog)) == LAYERS * MICROBATCHES
+    assert len(list_offloaded(caplog)) == LAYERS * MICROBATCHES
 
 
-def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypatch):
+def test_graph_outputs_are_kept_from_the_first_replay_on(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
         offload = training.trainer.integration
         layer, output = training.trainer.chunks[0].decoder.layers[0], torch.ones(64)
@@ -123,7 +123,7 @@ def test_outputs_of_a_graph_are_known_to_stay_from_the_first_replay_on(monkeypat
         assert offload.engine.registry.find_reason_to_keep(output) is KeptReason.REFERENCED
 
 
-def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):
+def test_the_forward_of_a_layer_under_capture_starts_no_microbatch(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("expert_fc1")) as training:
         graphs, offload = load_module(GRAPHS), training.trainer.integration
         layer = training.trainer.chunks[0].decoder.layers[0]
@@ -137,13 +137,13 @@ def test_the_forward_of_a_layer_that_is_captured_is_no_microbatch(monkeypatch):
         assert offload.microbatches_begun == {}
 
 
-def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monkeypatch):
+def test_the_engine_is_notified_of_the_step_that_a_full_iteration_graph_captures(monkeypatch):
     wrapper_class = load_module("megatron.core.full_cuda_graph").FullCudaGraphWrapper
     seen = []
     monkeypatch.setattr(wrapper_class, "__call__", lambda self, **kwargs: seen.append(offload.engine._captures_step))
     offload = megatron.apply(make_config("core_attn"), device=GraphDevice())
     try:
-        wrapper = wrapper_class.__new__(wrapper_class)  # whose streams need CUDA
+        wrapper = wrapper_class.__new__(wrapper_class)  # skips __init__, whose streams need CUDA
         wrapper.cuda_graph_warmup_steps = 2
         for iteration in range(4):
             monkeypatch.setitem(wrapper_class.curr_iteration, "training", iteration)
@@ -154,7 +154,7 @@ def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monk
     assert seen == [False, False, True, False, False]
 
 
-def test_a_graph_is_not_replayed_without_the_engine_that_it_was_captured_with(monkeypatch):
+def test_replaying_a_graph_after_removing_its_engine_raises(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("core_attn")) as training:
         training.trainer.integration.remove()
         with pytest.raises(StateError, match="captured with activation offload, which was removed since"):

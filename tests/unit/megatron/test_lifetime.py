@@ -1,4 +1,4 @@
-"""Tests models and configs before `apply`, after `remove`, copied and partly frozen: the same bits, or an error at once."""
+"""Tests models created before `apply`, used after `remove`, closed or partly frozen: identical results or immediate errors."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ R, O = Action.RECOMPUTE, Action.OFFLOAD  # noqa: E741 - as in the plans below
 
 
 def freeze(trainer, *trained):
-    """Let only the parameters whose names have one of `trained` in them be trained."""
+    """Freeze all parameters except those whose names contain one of `trained`."""
     for name, parameter in trainer.named_parameters():
         parameter.requires_grad_(any(word in name for word in trained))
 
@@ -34,7 +34,7 @@ def freeze(trainer, *trained):
     ],
     ids=str,
 )
-def test_a_recomputed_unit_after_frozen_parameters_loses_no_gradient(plan, trained, tmp_path):
+def test_recomputed_units_after_frozen_parameters_keep_all_gradients(plan, trained, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     expected = run_backward(None, *trained)
     found = run_backward(make_config(offload_plan=path), *trained)
@@ -45,8 +45,8 @@ def test_a_recomputed_unit_after_frozen_parameters_loses_no_gradient(plan, train
 
 
 def run_backward(offload, *trained):
-    """Return the loss of one microbatch through the model alone, and the gradients of the trained parameters by name."""
-    # Without the experts' own loss, whose scale Megatron's schedules set once for the process.
+    """Return the loss of one microbatch without Megatron's schedules, and the gradients of the trained parameters by name."""
+    # Without the auxiliary loss of experts, whose scale only Megatron's schedules set.
     flags = MIXED.replace("--normalization RMSNorm", "").replace("--moe-aux-loss-coeff 1e-2", "")
     with make_trainer(flags, offload) as trainer:
         freeze(trainer, *trained)
@@ -65,7 +65,7 @@ def run_backward(offload, *trained):
         return loss.item(), gradients
 
 
-def test_after_remove_a_model_trains_on_without_offload_and_without_megatrons_engine():
+def test_training_continues_without_offload_after_remove():
     expected = train(MIXED, steps=2)[0]
     with make_trainer(MIXED, make_config(*MIXED_TAGS)) as trainer:
         first = trainer.run_step()
@@ -80,7 +80,7 @@ def test_after_remove_a_model_trains_on_without_offload_and_without_megatrons_en
     assert [(result.losses, result.gradient_digests) for result in (first, second)] == expected
 
 
-def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_each_time():
+def test_every_forward_with_a_config_created_before_apply_raises():
     with make_trainer(DENSE, None) as trainer:
         offload = megatron.apply(make_config("core_attn"))
         try:
@@ -95,7 +95,7 @@ def test_a_config_that_was_made_before_apply_is_refused_at_the_first_forward_eac
 
 @pytest.mark.parametrize("flags", [MIXED, f"{MIXED} --moe-token-dispatcher-type alltoall", f"{DENSE} --mtp-num-layers 1"])
 @pytest.mark.parametrize("tags", [(), ("core_attn",)])
-def test_a_closed_training_leaves_no_model(flags, tags):
+def test_closing_the_trainer_frees_the_model(flags, tags):
     with make_trainer(flags, make_config(*tags) if tags else None) as trainer:
         trainer.run_step()
         model = weakref.ref(trainer.chunks[0])

@@ -1,4 +1,4 @@
-"""Trains each kind of layer in one process with offload of every tag that its model has, and compares bitwise."""
+"""Trains each kind of layer in one process with and without offload of every tag of its model, and compares bitwise."""
 
 import pytest
 import torch
@@ -35,9 +35,9 @@ ROWS = {
     ),
     "expert_bias": Row(f"{MIXED} --moe-router-enable-expert-bias --moe-router-score-function sigmoid"),
     "loss_over_all_tokens": Row(f"{MIXED} --calculate-per-token-loss"),
-    "lengths_that_differ": Row(f"{MIXED} {ALL_TO_ALL} --variable-seq-lengths", steps=3),
+    "variable_lengths": Row(f"{MIXED} {ALL_TO_ALL} --variable-seq-lengths", steps=3),
     "evaluations": Row(f"{MIXED} --hidden-dropout 0.1", steps=3, evaluates_before=(0, 1, 2)),
-    "batch_that_ramps_up": Row(f"{MIXED} --rampup-batch-size 1 1 3", steps=4),
+    "batch_ramp_up": Row(f"{MIXED} --rampup-batch-size 1 1 3", steps=4),
 }
 
 
@@ -47,16 +47,16 @@ def text() -> TextData:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_one_process_computes_the_same_bits(name, text):
+def test_training_with_offload_is_bitwise_identical_in_one_process(name, text):
     without, with_offload = (train(training, text=text) for training in ROWS[name].list_trainings())
     check_row(ROWS[name], [without], [with_offload])
     assert all(without.losses)
-    if name == "batch_that_ramps_up":
-        # START 1, INCREMENT 1, SAMPLES 3 up to 4: a sequence more for each that was seen, and all of them past the third.
+    if name == "batch_ramp_up":
+        # START 1, INCREMENT 1, SAMPLES 3, up to 4: one more sequence per sample seen, and the full batch after the third.
         assert [len(losses) for losses in without.losses] == [1, 2, 4, 4]
 
 
-def test_sequences_packed_into_one_do_not_see_each_other(text):
+def test_packed_sequences_do_not_attend_to_each_other(text):
     arguments = parse_arguments(f"{DENSE} --packed-sequences".split(), source="test")
     assert find_packed_bounds(32) == [0, 16, 24, 32]
     tokens = torch.arange(32)[None]

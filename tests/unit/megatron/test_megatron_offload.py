@@ -1,4 +1,4 @@
-"""Tests offload in real Megatron-Core models and schedules: the same bits, exact bytes, and no flag without effect."""
+"""Tests offload in real Megatron-Core models and schedules: bitwise identical results, exact bytes, and errors."""
 
 import contextlib
 import dataclasses
@@ -23,8 +23,8 @@ MOE = f"{DENSE} {EXPERTS} --moe-layer-freq [0]*1+[1]*3"
 MOE_TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
 
 
-def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left():
-    resident, moved, held = [], 0, 0
+def test_resident_bytes_after_forward_drop_by_exactly_the_offloaded_bytes():
+    resident, offloaded_bytes, referenced_bytes = [], 0, 0
     for offload in (None, make_config(*MOE_TAGS, min_offloaded_tensor_size=0)):
         with make_trainer(MOE, offload) as trainer:
             trainer.run_step()
@@ -42,33 +42,33 @@ def test_resident_bytes_after_a_forward_fall_by_exactly_the_bytes_that_left():
             del loss
             if offload:
                 stats = trainer.integration.engine.finish_step()
-                moved = stats.d2h_bytes
-                held = sum(tag.held_elsewhere_bytes for tag in stats.tags.values())
-    assert 2 * moved > resident[0]
-    assert resident[0] - resident[1] == moved + 4 * 2 * HIDDEN_BYTES - held
-    assert held < resident[0] // 100  # routing probabilities, which the router saves too
+                offloaded_bytes = stats.d2h_bytes
+                referenced_bytes = sum(tag.held_elsewhere_bytes for tag in stats.tags.values())
+    assert 2 * offloaded_bytes > resident[0]
+    assert resident[0] - resident[1] == offloaded_bytes + 4 * 2 * HIDDEN_BYTES - referenced_bytes
+    assert referenced_bytes < resident[0] // 100  # routing probabilities, which the router saves too
 
 
 @pytest.mark.quick
-def test_microbatches_may_become_more_and_fewer_from_step_to_step():
+def test_the_number_of_microbatches_may_change_between_steps():
     def run(offload: OffloadConfig | None) -> tuple[list[object], list[int]]:
-        bits, moved = [], []
+        results, offloaded_bytes = [], []
         with make_trainer(MOE, offload) as trainer:
             for count in (2, 4, 3):
                 trainer.arguments = dataclasses.replace(trainer.arguments, global_batch_size=2 * count)
                 result = trainer.run_step()
-                bits.append((result.losses, result.gradient_digests))
-                moved.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
-        return bits, moved
+                results.append((result.losses, result.gradient_digests))
+                offloaded_bytes.append(trainer.integration.last_step.tags["core_attn"].d2h_bytes if offload else 0)
+        return results, offloaded_bytes
 
     expected, _ = run(None)
-    found, moved = run(make_config(*MOE_TAGS))
+    found, offloaded_bytes = run(make_config(*MOE_TAGS))
     assert found == expected
-    assert moved[1] == 2 * moved[0]
-    assert 2 * moved[2] == 3 * moved[0]
+    assert offloaded_bytes[1] == 2 * offloaded_bytes[0]
+    assert 2 * offloaded_bytes[2] == 3 * offloaded_bytes[0]
 
 
-def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp_path):
+def test_a_plan_with_an_unknown_site_is_rejected_after_the_first_step(tmp_path):
     path = tmp_path / "plan.json"
     sites = (Site(chunk=0, layer=1, tag="core_attn"), Site(chunk=0, layer=9, tag="core_attn"))
     path.write_text(OffloadPlan(actions=dict.fromkeys(sites, Action.OFFLOAD)).to_json())
@@ -80,7 +80,7 @@ def test_a_plan_with_a_site_that_no_rank_has_is_refused_after_the_first_step(tmp
     assert str(caught.value).startswith(f"--offload-plan {path}: The plan contains ")
 
 
-def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
+def test_remove_restores_every_symbol_and_applying_twice_raises():
     from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, CheckpointWithoutOutputFunction
     from megatron.core.transformer.moe.experts import SequentialMLP
@@ -102,36 +102,36 @@ def test_remove_puts_every_symbol_back_and_apply_twice_is_refused():
         megatron.apply(make_config("core_attn"))
     megatron.remove(offload)
     assert [dict(vars(owner)) for owner in owners] == before
-    megatron.remove(offload)  # does no harm
+    megatron.remove(offload)  # has no effect
 
 
-def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_right():
+def test_an_exception_in_a_layer_leaves_no_hooks_and_the_next_step_is_correct():
     from megatron.core.transformer.moe.experts import SequentialMLP
 
     def fail(module, args):
-        raise ValueError("the user's own")
+        raise ValueError("user error")
 
     expected, _ = train(MOE)
     with make_trainer(MOE, make_config(*MOE_TAGS)) as trainer:
         experts = next(module for module in trainer.chunks[0].modules() if isinstance(module, SequentialMLP))
         state = torch.get_rng_state()
-        # Ahead of our own hook on the same module: inside of the activation's region, which is still open then.
+        # Runs before our own hook on this module, while the region of the activation is still open.
         hook = experts.local_experts[1].linear_fc2.register_forward_pre_hook(fail, prepend=True)
         saw_hooks = []
         experts.local_experts[1].linear_fc2.register_forward_pre_hook(lambda *_: saw_hooks.append(has_hooks()), prepend=True)
-        with pytest.raises(ValueError, match="the user's own"):
+        with pytest.raises(ValueError, match="user error"):
             trainer.run_step()
         hook.remove()
         assert saw_hooks == [True]
         assert not has_hooks()
         torch.set_rng_state(state)
         results = [trainer.run_step() for _ in range(2)]
-        gc.collect()  # the exception and its frames, which held the first graph, are a cycle of Python's
+        gc.collect()  # the exception and its frames form a reference cycle that keeps the first graph alive
         assert trainer.integration.engine.arena.used_bytes == 0
     assert [(r.losses, r.gradient_digests) for r in results] == expected
 
 
-def test_a_users_own_site_with_a_tag_of_their_own_moves():
+def test_a_user_defined_site_with_its_own_tag_is_offloaded():
     config = make_config("loss_head", tags=default_tags().with_tag(Tag(name="loss_head", saves="the final hidden states")))
     offload = megatron.apply(config)
     try:

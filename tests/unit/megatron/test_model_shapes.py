@@ -1,4 +1,4 @@
-"""Tests how Megatron's flags become the model and the ranks of a plan."""
+"""Tests how Megatron's flags set the model and the parallelism of a plan."""
 
 import argparse
 import dataclasses
@@ -12,8 +12,8 @@ from fgoffload.integrations.megatron.flags.model_shapes import read_model, read_
 from fgoffload.integrations.megatron.flags.other_flags import find_effect
 from fgoffload.planner.model.layer_shape import RouterShape
 
-LEAST = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
-DENSE = f"{LEAST} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"
+REQUIRED = "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --micro-batch-size 2"
+DENSE = f"{REQUIRED} --ffn-hidden-size 256 --vocab-size 1000 --swiglu --position-embedding-type rope --bf16"
 MIXTURE = f"{DENSE} --num-experts 8 --moe-ffn-hidden-size 96 --moe-grouped-gemm --moe-token-dispatcher-type alltoall"
 LATENT = f"{DENSE} --multi-latent-attention --kv-lora-rank 32"
 
@@ -30,7 +30,7 @@ def read_ranks(flags="", *, base=DENSE, **options):
     return read(flags, base=base, **options)[1]
 
 
-def leave_out(flag, base=DENSE):
+def remove_flag(flag, base=DENSE):
     before, after = base.split(f"{flag} ")
     return before + after.partition(" ")[2]
 
@@ -53,7 +53,7 @@ LEARNED = "--position-embedding-type learned_absolute"
         ("--num-experts 8 --moe-layer-freq ([0]*2+[1]*6)", {"moe_layers": (False,) * 2 + (True,) * 6}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_model(flags, expected):
+def test_flags_set_model_fields(flags, expected):
     model = read_shape(flags)
     assert {name: getattr(model, name) for name in expected} == expected
 
@@ -82,7 +82,7 @@ SEQUENCE_LOSS = "--moe-router-load-balancing-type seq_aux_loss"
         ("--moe-router-load-balancing-type none --moe-aux-loss-coeff 1e-4", {"router": RouterShape()}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_experts(flags, expected):
+def test_flags_set_expert_fields(flags, expected):
     experts = read_shape(flags, base=MIXTURE).experts
     assert {name: getattr(experts, name) for name in expected} == expected
 
@@ -103,12 +103,12 @@ def test_a_flag_sets_a_field_of_the_experts(flags, expected):
         ("--num-experts 8 --ep 4 --pp 2 --cp 2", {"expert_parallel_size": 4, "data_parallel_size": 2, "world_size": 8}),
     ],
 )
-def test_a_flag_sets_a_field_of_the_ranks(flags, expected):
+def test_flags_set_parallelism_fields(flags, expected):
     parallelism = read_ranks(flags)
     assert {name: getattr(parallelism, name) for name in expected} == expected
 
 
-REFUSED = {
+INVALID = {
     "--hidden-size 66": "--hidden-size 66 is not a multiple of --num-attention-heads 4. Use a multiple",
     "--multi-latent-attention": "--kv-lora-rank is missing, but --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
@@ -121,7 +121,7 @@ REFUSED = {
 }
 
 
-def is_left(flag):
+def is_unparsed(flag):
     try:
         return bool(build_model_parser("file.sh").parse_known_args([flag])[1])
     except ConfigError:  # a value is missing
@@ -134,26 +134,26 @@ def test_every_flag_of_megatrons_parser_is_known():
     arguments = pytest.importorskip("megatron.training.arguments")
     parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     flags = [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
-    assert [flag for flag in list_unknown(flags) if find_effect(flag) is None and is_left(flag)] == []
+    assert [flag for flag in list_unknown(flags) if find_effect(flag) is None and is_unparsed(flag)] == []
 
 
-@pytest.mark.parametrize("flags", REFUSED)
-def test_impossible_flags_are_refused(flags):
-    with pytest.raises(ConfigError, match=REFUSED[flags]):
+@pytest.mark.parametrize("flags", INVALID)
+def test_invalid_flags_are_rejected(flags):
+    with pytest.raises(ConfigError, match=INVALID[flags]):
         read(flags)
 
 
 @pytest.mark.parametrize(
-    ("left_out", "added", "message"),
+    ("removed", "added", "message"),
     [
-        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in LEAST.split()[::2]),
+        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in REQUIRED.split()[::2]),
         ("--ffn-hidden-size", "", "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different"),
         ("--ffn-hidden-size", "--no-swiglu --num-experts 4", "--moe-ffn-hidden-size is missing"),
     ],
 )
-def test_a_missing_flag_is_asked_for(left_out, added, message):
+def test_missing_flags_are_named(removed, added, message):
     with pytest.raises(ConfigError, match=message):
-        read(added, base=leave_out(left_out))
+        read(added, base=remove_flag(removed))
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_missing_flag_is_asked_for(left_out, added, message):
         ("--seq-length 129 --cp 2", "file.sh and the command line: --seq-length 129"),
     ],
 )
-def test_impossible_typed_flags_are_refused(typed, message):
+def test_invalid_command_line_flags_are_rejected(typed, message):
     with pytest.raises(ConfigError, match=message):
         read(typed=typed.split(), own_flags=["--json"])
 
@@ -196,13 +196,13 @@ def test_impossible_typed_flags_are_refused(typed, message):
         ("--attention-backend fused --transformer-impl transformer_engine --pp 2 --global-batch-size 16", MIXTURE, []),
     ],
 )
-def test_flags_that_a_plan_ignores_are_warned_of_once(flags, base, warnings, caplog):
+def test_flags_that_a_plan_ignores_are_reported_once(flags, base, warnings, caplog):
     read(flags, base=base)
     assert len(caplog.records) == len(warnings)
-    assert all(said in record.message for said, record in zip(warnings, caplog.records, strict=True))
+    assert all(text in record.message for text, record in zip(warnings, caplog.records, strict=True))
 
 
-def test_a_file_sets_the_number_of_gpus(tmp_path):
+def test_an_argument_file_sets_the_number_of_gpus(tmp_path):
     path = tmp_path / "mine.sh"
     path.write_text(f"NUM_GPUS=${{GPUS:-4}}\nMODEL_ARGS=( {DENSE} )\n")
     model, parallelism = read_model_file(path)
@@ -222,9 +222,9 @@ FIELDS = (
 
 
 @pytest.mark.parametrize("field", FIELDS)
-def test_the_defaults_are_those_of_megatrons_config(field):
+def test_defaults_match_megatrons_config(field):
     module = pytest.importorskip("megatron.core.transformer.transformer_config")
-    # That of latent attention has another default for the norm, which Megatron-LM's flag overrides.
+    # MLATransformerConfig has another default for the norm, but Megatron-LM's flag overrides it.
     configs = (module.MLATransformerConfig, module.TransformerConfig)
     theirs = {one.name: one.default for config in configs for one in dataclasses.fields(config)}[field]
     text = {"add_bias_linear": "--no-disable-bias-linear"}.get(field, f"--{field.replace('_', '-')} {theirs}")

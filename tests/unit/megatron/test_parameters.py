@@ -1,7 +1,6 @@
 """Compares the planner's parameters of each rank with models that Megatron-Core builds on the CPU.
 
-Models are built for any rank in this one process: the groups of ranks are stand-ins with a size and a rank, of which building a
-model asks nothing else.
+One process builds the models of all ranks with fake process groups: building a model only needs their size and rank.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ transformer = pytest.importorskip("megatron.core.transformer.transformer_config"
 
 pytestmark = [
     pytest.mark.usefixtures("parallel"),
-    # Each expert is whole on a rank, and Megatron says so for each of its linears.
+    # Megatron warns for each linear of an expert that is not split over ranks.
     pytest.mark.filterwarnings("ignore:`sequence_parallel` is set to `True`, but tensor model parallel size is 1"),
 ]
 
@@ -73,7 +72,7 @@ MODELS = {"dense": DENSE, "biased": BIASED, "mixed": MIXED, "biased experts": BI
 
 
 class Group:
-    """A process group with this rank only."""
+    """A fake process group with a size and a rank."""
 
     def __init__(self, size, rank=0):
         self._size, self._rank = size, rank
@@ -93,7 +92,7 @@ def on_the_cpu():
 
 
 def make_config(model, parallelism):
-    """Return Megatron's config of a model of its local layers."""
+    """Return Megatron's config for `model` with local layers."""
     fields = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -191,7 +190,7 @@ def check_ranks(model, parallelism, ranks=2):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_rank_has_the_parameters_that_megatron_builds(name):
+def test_parameters_per_rank_match_the_models_that_megatron_builds(name):
     model = MODELS[name]
     check_ranks(model, Parallelism(), ranks=1)
     for virtual_size in (None, 2):
@@ -200,7 +199,7 @@ def test_a_rank_has_the_parameters_that_megatron_builds(name):
         check_ranks(model, Parallelism(pipeline_parallel_size=2, tensor_parallel_size=2, microbatches=4))
 
 
-def test_a_stage_of_further_tokens_alone_has_the_parameters_that_megatron_builds():
+def test_parameters_of_an_mtp_only_stage_match_megatron():
     parallelism = Parallelism(pipeline_parallel_size=2, pipeline_layout="Etttt|mL", microbatches=4)
     check_ranks(dataclasses.replace(DENSE, mtp_num_layers=1), parallelism)
 
@@ -209,11 +208,11 @@ def test_a_stage_of_further_tokens_alone_has_the_parameters_that_megatron_builds
     ("name", "sizes"),
     [
         *(("mixed", sizes) for sizes in ((1, 4, 1), (2, 2, 1), (2, 1, 2), (2, 2, 2))),
-        ("biased experts", (2, 2, 1)),  # Megatron has biases only where each expert is whole on a rank
+        ("biased experts", (2, 2, 1)),  # Megatron supports biases only in experts that are not split over ranks
     ],
     ids=str,
 )
-def test_a_rank_of_the_experts_has_the_parameters_that_megatron_builds(name, sizes):
+def test_expert_parameters_per_rank_match_megatron(name, sizes):
     model, (tensor, experts, expert_tensor) = MODELS[name], sizes
     parallelism = Parallelism(
         tensor_parallel_size=tensor,
@@ -222,8 +221,8 @@ def test_a_rank_of_the_experts_has_the_parameters_that_megatron_builds(name, siz
         data_parallel_size=4,
     )
     found, built = count_rank_parameters(model, parallelism, 0), build_rank(model, parallelism, 0)
-    # Megatron tells the parameters of experts apart, whose gradients go to other ranks.
-    of_experts = [p.numel() for chunk in built for p in chunk.parameters() if not getattr(p, "allreduce", True)]
+    # Megatron marks expert parameters, whose gradients are reduced over other ranks.
+    expert_counts = [p.numel() for chunk in built for p in chunk.parameters() if not getattr(p, "allreduce", True)]
     assert found.count == count(built)
     if experts > 1:
-        assert found.expert_count == sum(of_experts)
+        assert found.expert_count == sum(expert_counts)

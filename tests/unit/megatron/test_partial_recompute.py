@@ -1,4 +1,4 @@
-"""Tests partial recompute: only the first operations run twice, none of their tensors stay, and results are identical."""
+"""Tests partial recompute: only the first ops run twice, their tensors are freed, and results are bitwise identical."""
 
 import contextlib
 import copy
@@ -21,12 +21,11 @@ from fgoffload.integrations.megatron.recompute.reruns import OpenReruns
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-
-NOBODY = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
+NO_REGIONS = types.SimpleNamespace(find_region=lambda tag: None, keep_recomputed=list, open_reruns=OpenReruns())
 
 
 class Halves(torch.nn.Module):
-    """Draws random numbers in both parts, as an adapter of a linear may."""
+    """Applies dropout in both halves, as an adapter of a linear may."""
 
     def __init__(self):
         super().__init__()
@@ -40,12 +39,12 @@ class Halves(torch.nn.Module):
 
 @pytest.mark.parametrize("is_copied", [False, True])
 @pytest.mark.parametrize("is_removed", [False, True])
-def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and_after(is_copied, is_removed):
+def test_partial_recompute_survives_copies_and_removal_bitwise(is_copied, is_removed):
     def run(*, recomputes):
         module, hidden = Halves(), torch.ones(3, 4, requires_grad=True)
         with apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext(), Patches() as patches:
             if recomputes:
-                recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+                recompute_part(patches, lambda: NO_REGIONS, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
             if is_copied:
                 module = copy.deepcopy(module)
                 module.linear_fc2.weight.data.mul_(2)
@@ -59,7 +58,7 @@ def test_a_module_or_its_copy_has_the_same_bits_with_backward_before_removal_and
     assert_same_bits(run(recomputes=True), run(recomputes=False))
 
 
-def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
+def test_a_forward_that_does_not_call_the_submodule_raises():
     class Skips(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -71,7 +70,7 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     module = Skips()
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
     with support, Patches() as patches:
-        recompute_part(patches, lambda: NOBODY, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
+        recompute_part(patches, lambda: NO_REGIONS, PartialRecompute(unit="mlp_fc1", module=module, until="linear_fc2"))
         with pytest.raises(StateError, match=r"recomputes 'mlp_fc1', but a forward of Skips did not call its linear_fc2"):
             module(torch.ones(2, requires_grad=True))
         assert torch.is_grad_enabled()
@@ -88,8 +87,8 @@ def test_a_forward_that_does_not_come_to_the_submodule_is_refused():
     ],
     ids=str,
 )
-def test_a_layer_has_the_first_parts_that_hand_on_nothing_else(fields, units):
-    # Experts one by one are no grouped experts.
+def test_layers_offer_partial_recomputes_only_where_one_tensor_is_passed_on(fields, units):
+    # Sequential experts offer no partial recompute.
     with make_trainer(MIXED, None) as trainer:
         layers = trainer.chunks[0].decoder.layers
         for name, value in fields.items():

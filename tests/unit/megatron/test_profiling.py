@@ -1,4 +1,4 @@
-"""Tests a measured step: the same bits as without measurement, a time for every segment, and the engine's bytes."""
+"""Tests measured steps: bitwise identical results, a time for every segment, and the bytes that the engine offloads."""
 
 import pytest
 import torch
@@ -17,8 +17,6 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 AUTO = OffloadConfig(offload_modules=("auto",), offload_memory_budget_bytes=2**50, min_offloaded_tensor_size=64)
 NORMED = MIXED.replace("--normalization RMSNorm", "")
-
-
 ONE_MICROBATCH = MIXED.replace("--global-batch-size 4", "--global-batch-size 2")
 
 
@@ -29,19 +27,19 @@ def start_measurement(trainer):
 
 
 def measure(flags, *, steps=2):
-    """Return the bits of all steps, and the profile of the second."""
-    bits = []
+    """Return the results of all steps, and the profile of the second."""
+    results = []
     with make_trainer(flags, AUTO) as trainer:
         measurement = start_measurement(trainer)
         for step in range(steps):
             if step == 1:
                 measurement.request()
             result = trainer.run_step()
-            bits.append((result.losses, result.gradient_digests))
+            results.append((result.losses, result.gradient_digests))
             if step == 1:
                 profile = measurement.take_profile()
         measurement.close()
-    return bits, profile
+    return results, profile
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +54,7 @@ def normed(parallel):
 
 @pytest.fixture(scope="module")
 def one_microbatch(parallel):
-    """The profile of one microbatch: no median stands for another."""
+    """Return the profile of a single microbatch, without medians over several."""
     return measure(ONE_MICROBATCH)[1]
 
 
@@ -68,7 +66,7 @@ def list_units(profile, number):
     return {unit.name: unit for unit in get_layer(profile, number).units}
 
 
-def test_measuring_a_step_changes_no_bit_of_it_or_of_later_ones(mixed):
+def test_measured_and_later_steps_are_bitwise_identical(mixed):
     assert mixed[0] == train(MIXED, steps=3)[0]
 
 
@@ -84,7 +82,7 @@ def test_every_site_is_a_timed_segment_in_the_order_of_forward(mixed):
         assert all(segment.backward_s > 0 for segment in tagged)
 
 
-def test_a_segment_has_the_time_of_its_own_ops(monkeypatch):
+def test_a_segment_is_charged_only_for_its_own_ops(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(CpuDevice, "record_event", lambda device, stream, *, is_timed=False: now_s[0])
     router = load_module("megatron.core.transformer.moe.router").TopKRouter
@@ -103,44 +101,44 @@ def test_a_segment_has_the_time_of_its_own_ops(monkeypatch):
 
 
 @pytest.mark.parametrize("tag", ["attn_norm", "qkv_linear", "mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2", "expert_fc1"])
-def test_bytes_of_a_tag_are_those_that_the_engine_offloads(tag, mixed):
-    _, moved = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=1)
+def test_profiled_bytes_match_the_bytes_that_the_engine_offloads(tag, mixed):
+    _, offloaded_bytes = train(MIXED, make_config(tag, min_offloaded_tensor_size=0), steps=1)
     counted = sum(one.size_bytes for layer in mixed[1].layers for one in layer.model.tensors if tag in one.tags)
-    assert moved[tag] == 2 * counted  # microbatches
+    assert offloaded_bytes[tag] == 2 * counted  # microbatches
 
 
-def test_parameters_and_their_gradients_are_static_and_not_saved(one_microbatch):
+def test_parameters_and_gradients_count_as_static_not_saved_memory(one_microbatch):
     with make_trainer(MIXED, None) as trainer:
         layers = trainer.chunks[0].decoder.layers
         parameter_bytes = sum(parameter.numel() * 4 for layer in layers for parameter in layer.parameters())
     assert one_microbatch.static_bytes >= 2 * parameter_bytes
-    assert one_microbatch.chunks[0].saved_bytes < parameter_bytes  # by the loss, mostly, and as much again if weights counted
+    assert one_microbatch.chunks[0].saved_bytes < parameter_bytes  # mostly saved by the loss; saved weights would exceed it
 
 
-def test_the_host_waits_for_the_tokens_of_each_expert(mixed):
+def test_profiles_record_the_host_wait_for_token_counts(mixed):
     waits = {segment.name: segment.host_wait for layer in mixed[1].layers for segment in layer.model.segments}
     assert {name: wait for name, wait in waits.items() if wait} == {"expert_fc1": HostWait.HOLD}
 
 
 @pytest.mark.parametrize(("sums_shared_input", "input_edges", "is_kept"), [(False, 2, True), (True, 2, False), (True, 1, True)])
-def test_a_recompute_that_sums_gradients_is_offered_where_the_sum_is_the_same(sums_shared_input, input_edges, is_kept):
+def test_recompute_is_offered_only_if_the_order_of_gradient_sums_is_kept(sums_shared_input, input_edges, is_kept):
     unit = WatchedUnit("unit", torch.nn.Identity(), True, sums_shared_input)  # noqa: FBT003
     assert keeps_bits(unit, ModuleRecord(input_edges=input_edges)) is is_kept
 
 
-def test_edges_into_an_input_are_counted_through_the_graph_of_a_module():
+def test_edges_into_an_input_are_counted_across_the_autograd_graph():
     x = torch.ones(3, requires_grad=True) * 2
     assert [count_edges([y], [x]) for y in (torch.ones(3), x.exp(), x * x.sum())] == [0, 1, 2]
 
 
-def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
+def test_a_recompute_unit_drops_inner_tensors_and_keeps_its_input(normed):
     dense, moe = ({name: set(unit.drops) for name, unit in list_units(normed, number).items()} for number in range(2))
     tensors = {tensor.name: tensor for tensor in get_layer(normed, 0).tensors}
     assert dense["layer"] == tensors.keys() - {"layer input"}
-    assert {"mlp_act 1", "mlp_fc2 1"} == dense["mlp"]  # its input is the norm's output, and stays
-    assert "mlp_fc1 1" in dense["mlp_norm"]  # the norm's output goes, and what the norm saved
-    assert "mlp_norm 1" not in dense["mlp_norm"]  # the norm's input stays
-    # The softmax goes; query, key and value stay.
+    assert {"mlp_act 1", "mlp_fc2 1"} == dense["mlp"]  # its input, the norm's output, is kept
+    assert "mlp_fc1 1" in dense["mlp_norm"]  # the norm's output is dropped
+    assert "mlp_norm 1" not in dense["mlp_norm"]  # the norm's input is kept
+    # The softmax is dropped; query, key and value are kept.
     attention = [tensors[name].size_bytes for name in dense["core_attn"]]
     assert sum(attention) < sum(tensor.size_bytes for tensor in tensors.values() if "core_attn" in tensor.tags)
     assert max(attention) == 2 * 4 * 32 * 32 * 4  # [b, n, s, s] in fp32
@@ -148,7 +146,7 @@ def test_a_unit_drops_what_it_saves_inside_and_keeps_its_input(normed):
     assert "shared_expert 1" not in moe["moe"]
 
 
-def test_a_step_that_raised_is_recorded_anew(monkeypatch):
+def test_a_step_that_raised_is_measured_from_scratch(monkeypatch):
     now_s = [0.0]
     monkeypatch.setattr(CpuDevice, "record_event", lambda device, stream, *, is_timed=False: now_s[0])
     with make_trainer(MOE, AUTO) as trainer:
@@ -174,7 +172,7 @@ def test_a_step_that_raised_is_recorded_anew(monkeypatch):
 
 
 class SlowLink(CpuDevice):
-    """Copies at 1 GB/s to the host and 2 GB/s back, each after 10 us, on a clock of its own."""
+    """Copies at 1 GB/s to the host and 2 GB/s to the device with 10 us latency, on a simulated clock."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +185,7 @@ class SlowLink(CpuDevice):
         self.now += 10e-6 + source.numel() / (1e9 if stream is self.d2h_stream else 2e9)
 
 
-def test_rates_and_latency_are_those_of_the_copies():
+def test_link_rates_and_latency_match_the_copies():
     link = measure_link(SlowLink(), sizes=(10_000, 100_000_000))
     small, large = link.copies
     assert small.d2h_bytes_per_s == pytest.approx(10_000 / 20e-6)

@@ -1,4 +1,4 @@
-"""Tests plans that keep, recompute or offload by site and layer: the same bits for any mix."""
+"""Tests plans that keep, recompute or offload by site and layer: any mix is bitwise identical."""
 
 import contextlib
 import functools
@@ -38,21 +38,21 @@ checkpoints = pytest.importorskip("megatron.core.tensor_parallel.random")
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-# With local RMS norms, which are made of plain ops: around such a norm Megatron's own recompute sums gradients in another
-# order, and a plan's does not. Dropout is on, as Megatron has it by default: what runs again has to draw the same masks.
+# Local RMS norms consist of plain ops. Around them Megatron's own recompute sums gradients in another order, and a plan's does
+# not. Dropout is on, as by default in Megatron: recompute has to draw the same masks.
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 
 
 class Model(NamedTuple):
-    """Two layers of two kinds, with all sites that these can have."""
+    """A model of two layers of different kinds, and the sites that each can have."""
 
     flags: str
     layers: Sequence[Layer]
     stand_ins: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """In place of what needs a GPU."""
+    """Replaces modules that need a GPU."""
 
 
-# In each model a whole layer runs again where it has other neighbours than in the models before.
+# A model recomputes a whole layer only where its neighbours differ from those in earlier models.
 DENSE_LAYER = make_layer(ATTENTION, WHOLE_MLP, MLP_PARTS)
 EXPERT_LAYER = make_layer(ATTENTION, WHOLE_MOE, MOE_PARTS)
 GROUPED_LAYER = make_layer(ATTENTION, WHOLE_MOE, GROUPED_MOE_PARTS)[1:]
@@ -79,7 +79,7 @@ def train_with_plan(flags, plan, tmp_path):
 
 @pytest.fixture(scope="module")
 def compute_expected(parallel):
-    """What computes the bits of a model without a plan, once."""
+    """Return a function that computes and caches a model's results without a plan."""
 
     @functools.cache
     def compute(name):
@@ -97,32 +97,32 @@ def compute_expected(parallel):
         for plan in plans
     ],
 )
-def test_every_pair_of_neighbouring_choices_computes_the_same_bits(name, plan, compute_expected, tmp_path):
+def test_every_pair_of_adjacent_actions_is_bitwise_identical(name, plan, compute_expected, tmp_path):
     rows = dict(list_rows(plan))
     with MODELS[name].stand_ins():
-        found, moved = train_with_plan(MODELS[name].flags, rows, tmp_path)
+        found, sizes = train_with_plan(MODELS[name].flags, rows, tmp_path)
     assert found == compute_expected(name)
-    assert {tag for tag, size_bytes in moved.items() if size_bytes} == {tag for _, tag in rows if moves(rows, tag)}
+    assert {tag for tag, size_bytes in sizes.items() if size_bytes} == {tag for _, tag in rows if offloads_bytes(rows, tag)}
 
 
 NORM_BEFORE = {"qkv_linear": "attn_norm", "mlp_fc1": "mlp_norm"}
 
 
-def moves(plan: Plan, tag: str) -> bool:
-    """Return whether something of `tag` leaves: not what a norm that runs again makes."""
+def offloads_bytes(plan: Plan, tag: str) -> bool:
+    """Return whether bytes of `tag` are offloaded. Outputs of a recomputed norm are not."""
     offloaded = [layer for (layer, name), action in plan.items() if name == tag and action.offloads]
     if tag == "qkv_linear" and any(name == "mla_up_proj" for _, name in plan):
-        return bool(offloaded)  # the compressed query and key-value too
+        return bool(offloaded)  # the compressed query and key-value are offloaded too
     return any(not plan.get((layer, NORM_BEFORE.get(tag, "")), K).recomputes for layer in offloaded)
 
 
-def test_the_plans_have_every_pair_of_neighbouring_choices():
+def test_the_plans_cover_every_pair_of_adjacent_actions():
     for name, model in MODELS.items():
         assert find_missing(list_pairs(model.layers), PLANS[name]) == []
 
 
 @torch.compiler.set_stance("force_eager")  # the compiler takes longer than the test
-def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons_flags_change(tmp_path):
+def test_recomputing_plain_op_norms_is_bitwise_identical_unlike_megatrons_flags(tmp_path):
     plan = {(layer, unit): R for layer in range(2) for unit in ("attn_norm", "mlp_norm", "core_attn")}
     expected = train(MOE, steps=1)[0]
     assert train_with_plan(MOE, plan, tmp_path)[0] == expected
@@ -130,18 +130,18 @@ def test_a_plan_that_recomputes_norms_of_plain_ops_keeps_the_bits_that_megatrons
 
 
 @pytest.mark.parametrize(("unit", "dispatcher"), [("layer", "allgather"), ("moe", "alltoall")])
-def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monkeypatch, tmp_path):
-    # Its gradient goes with it. Dispatchers hold the probabilities of their last forward, and so all that these came from.
+def test_recompute_inputs_are_freed_after_backward(unit, dispatcher, monkeypatch, tmp_path):
+    # Its gradient is freed too. Dispatchers keep the probabilities of their last forward, and with them their autograd graph.
     leaves, detach = [], checkpoints.detach_variable
 
-    def note_leaves(inputs):
+    def record_leaves(inputs):
         detached = detach(inputs)
         leaves.extend(StorageRef(one) for one in detached if isinstance(one, torch.Tensor) and one.requires_grad)
         return detached
 
     path = write_plan(tmp_path / "plan.json", {(0, unit): R, (1, unit): R})
     with make_trainer(f"{MOE} --moe-token-dispatcher-type {dispatcher}", make_config(offload_plan=path)) as trainer:
-        monkeypatch.setattr(checkpoints, "detach_variable", note_leaves)
+        monkeypatch.setattr(checkpoints, "detach_variable", record_leaves)
         trainer.run_step()
         assert len(leaves) >= 4  # two layers, two microbatches
         assert all(leaf.is_freed for leaf in leaves)
@@ -161,7 +161,7 @@ def test_the_input_of_a_recompute_is_freed_after_backward(unit, dispatcher, monk
     ],
     ids=str,
 )
-def test_settings_that_a_layer_does_not_support_are_refused_by_name(plan, message, tmp_path):
+def test_plans_that_a_layer_does_not_support_are_rejected_by_site(plan, message, tmp_path):
     path = write_plan(tmp_path / "plan.json", plan)
     tags = sorted({tag for (_, tag), action in plan.items() if action.offloads})
     with (
@@ -171,7 +171,7 @@ def test_settings_that_a_layer_does_not_support_are_refused_by_name(plan, messag
         trainer.run_step()
 
 
-def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_together(tmp_path):
+def test_recompute_in_a_plan_conflicts_with_megatrons_recompute_flags(tmp_path):
     path = write_plan(tmp_path / "plan.json", {(0, "attn_norm"): R})
     with (
         make_trainer(f"{MIXED} {SELECTIVE} core_attn", make_config(offload_plan=path)) as trainer,
@@ -180,7 +180,7 @@ def test_a_plan_that_recomputes_and_megatrons_recompute_flags_are_refused_togeth
         trainer.run_step()
 
 
-def test_recomputed_modules_run_twice_until_offload_is_removed(tmp_path):
+def test_recomputed_modules_run_twice_only_until_offload_is_removed(tmp_path):
     path = write_plan(tmp_path / "plan.json", {(0, "layer"): R, (1, "shared_expert"): R, (1, "attn_norm"): R})
     calls = []
     with make_trainer(SHARED, make_config(offload_plan=path)) as trainer:

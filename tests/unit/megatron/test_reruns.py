@@ -1,4 +1,4 @@
-"""Tests recompute within the graph of its forward: same bits, no extra memory, no copies, and errors with a reason."""
+"""Tests recompute within the graph of its forward: bitwise identical, no extra memory or copies, and clear errors."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, RandomU
 pytest.importorskip("megatron.core.tensor_parallel.random")
 
 BASELINE, REFILLED, DETACHED = "baseline", "refilled outputs", "detached outputs"
-"""Without recompute; with outputs that are emptied and filled in backward; with outputs that their user does not save."""
+"""No recompute; outputs that are emptied and refilled in backward; outputs that their consumer does not save."""
 OUTPUT_BYTES = 6 * 16 * 4
 
 
@@ -33,7 +33,7 @@ def cpu():
 
 @pytest.fixture
 def copied(monkeypatch):
-    """The bytes of each copy into a storage."""
+    """Record the bytes of each copy into a storage."""
     sizes, copy = [], torch.UntypedStorage.copy_
 
     def count(storage, source, *args):
@@ -45,7 +45,7 @@ def copied(monkeypatch):
 
 
 def normalize(hidden):
-    """Is a norm of plain ops, which uses its input twice."""
+    """Apply a norm of plain ops, which uses its input twice."""
     return hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
@@ -59,7 +59,7 @@ def return_views(hidden):
     return both[:, :8], both[:, 8:]
 
 
-def drop_some(hidden):
+def apply_dropout(hidden):
     return torch.nn.functional.dropout(hidden, 0.5) * hidden
 
 
@@ -67,22 +67,22 @@ def multiply(output, weight):
     return output @ weight
 
 
-def multiply_turned(output, weight):
+def multiply_transposed(output, weight):
     return (weight.T @ output.T).T
 
 
 def multiply_parts(output, weight):
-    """Use parts of the output, one of them empty, as experts use their tokens."""
+    """Multiply parts of the output, one of them empty, as experts do with their tokens."""
     return torch.cat([part @ weight for part in torch.split(output, [2, 0, len(output) - 2])])
 
 
-def multiply_and_keep_more(output, weight):
-    """Save what was made of the output too."""
+def multiply_and_save_more(output, weight):
+    """Also save tensors derived from the output."""
     return (output.sin() * output.view(3, 2, -1).flatten(0, 1)) @ weight
 
 
 def begin(function, *inputs, random_use=None):
-    """Return a recompute behind its forward, and what that returned."""
+    """Run the forward of a recompute; return the recompute and the outputs."""
     rerun = Rerun(function, inputs, name="it", random_use=RandomUse() if random_use is None else random_use, known_outputs={})
     with rerun:
         outputs = function(*inputs)
@@ -90,8 +90,8 @@ def begin(function, *inputs, random_use=None):
     return rerun, outputs
 
 
-def run(function, *shapes, mode, use=multiply, change=lambda output: output, look=lambda output: None):
-    """Return a loss, gradients and later random numbers of a training whose `function` runs by `mode`."""
+def run(function, *shapes, mode, use=multiply, change=lambda output: output, inspect=lambda output: None):
+    """Train with `function` recomputed by `mode`; return the loss, the gradients and later random numbers."""
     torch.manual_seed(1)
     leaves = [leaf(*shape, seed=seed) for seed, shape in enumerate(shapes)]
     inputs = tuple(one * 1 for one in leaves)
@@ -105,9 +105,9 @@ def run(function, *shapes, mode, use=multiply, change=lambda output: output, loo
         rerun.empty_outputs()
         product.register_hook(lambda gradient: rerun.run())
     loss = product.sin().sum() + (inputs[0].sin() * inputs[0].cos()).sum()
-    look(output)
+    inspect(output)
     del output, product
-    torch.rand(3)  # as others draw between forward and backward
+    torch.rand(3)  # other code draws random numbers between forward and backward
     loss.backward()
     return [loss.detach(), weight.grad, *(one.grad for one in leaves), torch.rand(3)]
 
@@ -117,27 +117,27 @@ def run(function, *shapes, mode, use=multiply, change=lambda output: output, loo
     ("function", "shapes", "use"),
     [
         (normalize, [(6, 16)], multiply),
-        (normalize, [(6, 16)], multiply_turned),
+        (normalize, [(6, 16)], multiply_transposed),
         (normalize, [(6, 16)], multiply_parts),
-        (normalize, [(6, 16)], multiply_and_keep_more),
+        (normalize, [(6, 16)], multiply_and_save_more),
         (normalize, [(0, 16)], multiply),
-        (torch.exp, [(6, 16)], multiply),  # whose backward needs its own output
+        (torch.exp, [(6, 16)], multiply),  # its backward needs its own output
         (scale_and_activate, [(6, 16), (6, 1)], multiply),
         (return_views, [(6, 16)], multiply),
         (return_views, [(6, 16)], multiply_parts),
-        (drop_some, [(6, 16)], multiply),
+        (apply_dropout, [(6, 16)], multiply),
     ],
 )
-def test_recompute_has_the_bits_of_the_baseline(function, shapes, use, mode, copied):
+def test_recompute_is_bitwise_identical_to_the_baseline(function, shapes, use, mode, copied):
     expected = run(function, *shapes, mode=BASELINE, use=use)
     assert_same_bits(run(function, *shapes, mode=mode, use=use), expected)
-    # An emptied output is filled by a copy. A detached one has no storage that could be filled.
+    # An emptied output is refilled by a copy. A detached one has no storage to refill.
     assert (sum(copied) > 0) == (mode is REFILLED and shapes[0][0] > 0)
 
 
 @pytest.mark.parametrize("mode", [REFILLED, DETACHED])
 @pytest.mark.parametrize("has_run", [False, True])
-def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
+def test_dropping_the_graph_frees_everything_immediately(has_run, mode):
     gc.collect()
     with without_the_cyclic_collector():
         made = []
@@ -165,7 +165,7 @@ def test_a_dropped_graph_frees_everything_at_once(has_run, mode):
         assert alive() is None
 
 
-def test_a_forward_that_raises_holds_nothing():
+def test_a_forward_that_raises_keeps_no_memory():
     open_reruns = OpenReruns()
     with without_the_cyclic_collector():
         rerun, output = begin(normalize, leaf(6, 16) * 1)
@@ -174,7 +174,7 @@ def test_a_forward_that_raises_holds_nothing():
         with contextlib.suppress(ArithmeticError), DetachedOutputs(open_reruns.find_outputs(), Place(None, "a test")):
             del output
             raise ArithmeticError
-        assert not is_inert()  # as it is below hooks that are not the engine's
+        assert not is_inert()  # foreign hooks would make it inert
         del rerun
         assert made.is_freed
     assert not open_reruns.find_outputs()
@@ -183,7 +183,7 @@ def test_a_forward_that_raises_holds_nothing():
 @pytest.mark.parametrize(
     "change", [lambda output: output.mul_(1.5), lambda output: output.index_fill_(0, torch.tensor([1]), 2)]
 )
-def test_an_output_that_is_changed_in_place_before_its_use_stays(change, copied):
+def test_an_output_changed_in_place_before_use_is_kept(change, copied):
     sizes = []
     expected = run(normalize, (6, 16), mode=BASELINE, change=change)
     found = run(
@@ -191,13 +191,13 @@ def test_an_output_that_is_changed_in_place_before_its_use_stays(change, copied)
         (6, 16),
         mode=DETACHED,
         change=change,
-        look=lambda output: sizes.append(output.untyped_storage().nbytes()),
+        inspect=lambda output: sizes.append(output.untyped_storage().nbytes()),
     )
     assert_same_bits(found, expected)
     assert (sizes, copied) == ([OUTPUT_BYTES], [])
 
 
-def test_an_output_that_is_changed_in_place_after_its_use_has_the_gradients_of_its_use():
+def test_changing_an_output_in_place_after_use_does_not_change_gradients():
     def use(output, weight):
         product = output @ weight
         output.mul_(2)
@@ -207,16 +207,16 @@ def test_an_output_that_is_changed_in_place_after_its_use_has_the_gradients_of_i
 
 
 def test_a_reference_to_a_detached_output_sees_a_copy(copied):
-    held = []
-    found = run(normalize, (6, 16), mode=DETACHED, look=lambda output: held.append(output.detach()))
+    detached = []
+    found = run(normalize, (6, 16), mode=DETACHED, inspect=lambda output: detached.append(output.detach()))
     assert_same_bits(found, run(normalize, (6, 16), mode=BASELINE))
     assert copied == [OUTPUT_BYTES]
-    assert_same_bits(held, [normalize(leaf(6, 16).detach())])
+    assert_same_bits(detached, [normalize(leaf(6, 16).detach())])
 
 
 @pytest.mark.parametrize("mode", [REFILLED, DETACHED])
-@pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by the first tensor that backward takes"])
-def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_run, mode):
+@pytest.mark.parametrize("calls_run", [True, False], ids=["by its hook", "by the first tensor that backward unpacks"])
+def test_every_backward_of_a_graph_recomputes_even_after_an_exception(calls_run, mode):
     hidden, weight, runs = leaf(6, 16), leaf(16, 4), []
 
     def fail_once(given):
@@ -241,11 +241,11 @@ def test_each_backward_of_a_graph_recomputes_also_after_one_that_raised(calls_ru
         assert_same_bits(gradients, [expected.grad, factor.grad])
 
 
-# Refusals.
+# Errors.
 
 
-def make_unlike(*functions):
-    """Return a function that is another one in each run."""
+def make_changing(*functions):
+    """Return a function that behaves differently in each run."""
     remaining = iter(functions)
     return lambda hidden: next(remaining)(hidden)
 
@@ -254,23 +254,23 @@ def make_unlike(*functions):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda: make_unlike(normalize, lambda one: one * 2), r"saved 0 tensors and returned 1, but forward saved \d and"),
+        (lambda: make_changing(normalize, lambda one: one * 2), r"saved 0 tensors and returned 1, but forward saved \d and"),
         (
-            lambda: make_unlike(torch.sin, lambda one: one[:3].sin()),
+            lambda: make_changing(torch.sin, lambda one: one[:3].sin()),
             r"saved a tensor of shape \[3, 16\] and type torch.float32, but",
         ),
-        (lambda: make_unlike(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 of 768 bytes, but"),
+        (lambda: make_changing(torch.sin, lambda one: one.sin().double()), r"returned torch.float64 of 768 bytes, but"),
         (lambda: lambda hidden: hidden.exp().mul_(3) * 1, r"saved by a recompute of it, was changed in place afterwards"),
     ],
     ids=["number", "shape", "type", "changed in place"],
 )
-def test_a_function_that_cannot_be_recomputed_is_refused(function, message, mode):
+def test_functions_that_recompute_differently_raise(function, message, mode):
     with pytest.raises(StateError, match=message):
         run(function(), (6, 16), mode=mode)
 
 
 @pytest.mark.parametrize("which", ["input", "weight of the function", "weight of the use"])
-def test_a_tensor_that_was_changed_in_place_is_refused(which):
+def test_in_place_changes_of_saved_tensors_raise(which):
     tensors = {
         "input": leaf(6, 16) * 1,
         "weight of the function": torch.nn.Parameter(torch.ones(16)),
@@ -289,7 +289,7 @@ def test_a_tensor_that_was_changed_in_place_is_refused(which):
 
 DROPOUT = torch.nn.Dropout(0.5)
 DRAWING = {
-    "a function": lambda: lambda hidden: drop_some(hidden),
+    "a function": lambda: lambda hidden: apply_dropout(hidden),
     "a module": lambda: DROPOUT,
     "a partial": lambda: functools.partial(torch.nn.functional.dropout, p=0.5),
     "no random numbers": lambda: lambda hidden: normalize(hidden),
@@ -301,7 +301,7 @@ def test_random_numbers_are_the_same_in_every_recompute(name):
     def train(random_use):
         torch.manual_seed(1)
         inputs, results = leaf(6, 16), []
-        for _ in range(3):  # in the first forward it is found out who draws
+        for _ in range(3):  # the first forward detects the use of random numbers
             function, hidden = DRAWING[name](), inputs * 1
             output = function(hidden) if random_use is None else begin(function, hidden, random_use=random_use)[1]
             torch.rand(3)

@@ -1,6 +1,6 @@
-"""Compares the planner's formulas with real Megatron code on the CPU, for tags of plain torch operators.
+"""Compares the planner's formulas with real Megatron code on the CPU, for tags of plain torch ops.
 
-Those of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes.py`.
+Tags of Transformer Engine's modules need a GPU: `tests/gpu/test_megatron_bytes.py`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ LAYERS = 2
 
 
 def measure(flags, *tags, is_deterministic):
-    """Return the bytes that left and those that others had taken away, by tag, of one layer."""
+    """Return the bytes per tag that one layer offloads, including storages that another tag offloaded first."""
     with make_trainer(flags, make_config(*tags, min_offloaded_tensor_size=1)) as trainer:
         torch.use_deterministic_algorithms(mode=is_deterministic, warn_only=True)
         trainer.run_step(with_digests=False)
@@ -52,7 +52,7 @@ DENSE_SHAPE = LayerShape(**ATTENTION, ffn_hidden_size=28)
 
 
 @pytest.mark.parametrize("is_fused", [True, False], ids=["fused", "unfused"])
-def test_dense_mlps_and_shared_experts_save_the_bytes_of_the_formulas(is_fused):
+def test_saved_bytes_of_dense_mlps_and_shared_experts_match_the_formulas(is_fused):
     fusion = "" if is_fused else "--no-bias-swiglu-fusion"
     expected = count_tag_bytes(dataclasses.replace(DENSE_SHAPE, has_fused_activation=is_fused))
     found = measure(f"{DENSE} {fusion}", "mlp_act", "mlp_fc2", is_deterministic=True)
@@ -67,7 +67,7 @@ def test_dense_mlps_and_shared_experts_save_the_bytes_of_the_formulas(is_fused):
 
 
 def run_experts(dtype, *, rows=240, channels=20, **options):
-    """Return the bytes of each segment that Megatron's grouped experts save, and the gradients of what they are given."""
+    """Return the bytes of each segment that Megatron's grouped experts save, and the gradients of their inputs."""
     grouped = pytest.importorskip("megatron.core.transformer.moe.experts").TEGroupedMLP
     generator = torch.Generator().manual_seed(1)
     leaves = (
@@ -78,7 +78,7 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
     segments, kept = {}, []
 
     def pack(tensor):
-        kept.append(tensor)  # so that no other storage has its place
+        kept.append(tensor)  # so that no other storage reuses its address
         end = tensor.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
         segment = (tensor.storage_offset() * tensor.itemsize, end * tensor.itemsize)
         key = tensor.untyped_storage().data_ptr()
@@ -87,7 +87,7 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
         return tensor
 
     support = apply_cpu_support() if needs_cpu_support() else contextlib.nullcontext()
-    # Fused kernels are compiled, which saves no other tensors and takes long.
+    # Compiling the fused kernels takes long, and saves the same tensors.
     with support, torch.compiler.set_stance("force_eager"):
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             output, _ = grouped.forward(
@@ -100,9 +100,9 @@ def run_experts(dtype, *, rows=240, channels=20, **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("kind", ["fused", "unfused", "clamped"])
-def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_recomputes_bitwise(dtype, kind):
+def test_grouped_expert_activations_match_the_formula_and_recompute_bitwise(dtype, kind):
     options = {"is_fused": kind != "unfused", "is_clamped": kind == "clamped"}
-    offset = [2] if kind == "clamped" else []  # the gate's linear offset, a tensor of one number
+    offset = [2] if kind == "clamped" else []  # the gate's linear offset, a tensor with one element
     experts = ExpertsShape(num_experts=8, topk=3, ffn_hidden_size=20, router=RouterShape(dtype_bytes=dtype.itemsize))
     shape = LayerShape(
         **ATTENTION, experts=experts, has_fused_activation=options["is_fused"], has_clamped_gate=options["is_clamped"]
@@ -111,5 +111,5 @@ def test_the_activation_of_grouped_experts_saves_the_bytes_of_the_formula_and_re
     assert sum(saved) == count_bytes(shape, ("moe_act", "expert_fc2")) + sum(offset)
     saved, found = run_experts(dtype, **options, is_recomputed=True)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    # Gate and up, whole, and the probabilities; and the second linear's input, which is emptied until then.
+    # Gate and up, the probabilities, and the second linear's input, which is empty until backward.
     assert sorted(saved) == sorted([240 * 40 * 2, 240 * dtype.itemsize, 240 * 20 * 2])

@@ -1,4 +1,4 @@
-"""Tests every tag with a site in Megatron-Core's local layers: the same bits, and exact bytes."""
+"""Tests every tag with a site in Megatron-Core's local layers: bitwise identical results and exact bytes."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from fgoffload import IntegrationError
 
 pytestmark = pytest.mark.usefixtures("parallel")
 
-CHUNKS = pytest.mark.skipif(not is_installed("0.18"), reason="megatron-core from 0.18 on has chunks of MLPs")
+CHUNKS = pytest.mark.skipif(not is_installed("0.18"), reason="MLP chunks need megatron-core 0.18 or newer")
 FULL = "--recompute-granularity full --recompute-num-layers 1 --recompute-method"
 OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
 
@@ -47,20 +47,20 @@ OVERLAP = "--moe-token-dispatcher-type alltoall --moe-shared-expert-overlap"
 )
 def test_losses_and_gradients_are_bitwise_identical(flags, tags):
     expected, _ = train(flags)
-    found, moved = train(flags, make_config(*tags))
+    found, offloaded_bytes = train(flags, make_config(*tags))
     assert found == expected
-    assert set(moved) == set(tags)
-    # What others have moved already: attn_proj saves what core_attn does, router what qkv_linear's norm made.
-    assert all(size_bytes > 0 for tag, size_bytes in moved.items() if tag != "attn_proj")
+    assert set(offloaded_bytes) == set(tags)
+    # attn_proj saves the same storage as core_attn, which is offloaded first.
+    assert all(size_bytes > 0 for tag, size_bytes in offloaded_bytes.items() if tag != "attn_proj")
 
 
 @pytest.mark.parametrize(("method", "layers"), [("uniform", 2), ("block", 1)])
-def test_full_recompute_moves_the_input_of_each_layer_that_it_keeps(method, layers):
+def test_full_recompute_offloads_the_checkpointed_layer_inputs(method, layers):
     flags = f"{DENSE} --recompute-granularity full --recompute-method {method} --recompute-num-layers 1".replace(
         "--position-embedding-type rope", "--position-embedding-type learned_absolute"
     )
-    _, moved = train(flags, make_config("layer_input", min_offloaded_tensor_size=TOKENS * 32))
-    assert moved == {"layer_input": HIDDEN_BYTES * layers * 2}
+    _, offloaded_bytes = train(flags, make_config("layer_input", min_offloaded_tensor_size=TOKENS * 32))
+    assert offloaded_bytes == {"layer_input": HIDDEN_BYTES * layers * 2}
 
 
 def test_a_layer_input_without_full_recompute_has_no_site():
@@ -71,21 +71,21 @@ def test_a_layer_input_without_full_recompute_has_no_site():
         trainer.run_step()
 
 
-def test_combine_moves_the_experts_output_where_unpermute_saves_it():
-    # Among deterministic algorithms that is index_add, which keeps what it adds.
-    _, moved = train(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096))
-    assert moved == {"moe_combine": 2 * HIDDEN_BYTES * 2 * 2}  # top-2, layers and microbatches
+def test_combine_offloads_the_expert_output_that_unpermute_saves():
+    # With deterministic algorithms it uses index_add, which saves the added tensor.
+    _, offloaded_bytes = train(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096))
+    assert offloaded_bytes == {"moe_combine": 2 * HIDDEN_BYTES * 2 * 2}  # top-2, two layers, two microbatches
 
 
-def test_combine_moves_nothing_where_unpermute_saves_an_index_alone_and_says_so(caplog):
+def test_combine_warns_if_unpermute_saves_only_an_index(caplog):
     with make_trainer(MOE, make_config("moe_combine", min_offloaded_tensor_size=4096)) as trainer:
         torch.use_deterministic_algorithms(mode=False)
         trainer.run_step()
     assert "--offload-modules moe_combine offloaded nothing in the first step" in caplog.text
 
 
-def test_a_fraction_is_of_all_sites_of_a_chunk_the_layers_of_multi_token_prediction_among_them():
+def test_an_offload_fraction_includes_multi_token_prediction_layers():
     config = make_config("core_attn", activation_offload_fraction=0.7)
     with make_trainer(f"{MIXED} --mtp-num-layers 1", config) as trainer:
         trainer.run_step()
-        assert trainer.integration.last_step.tags["core_attn"].groups == 2 * 2  # of three layers, and microbatches
+        assert trainer.integration.last_step.tags["core_attn"].groups == 2 * 2  # two of three layers, two microbatches

@@ -36,11 +36,11 @@ def make_trainer(flags: str, text: TextData) -> contextlib.closing[Trainer]:
     return contextlib.closing(Trainer(parse(flags), text, offload=None))
 
 
-# What a step computes.
+# Results of a step.
 
 
-def test_the_gradients_of_a_step_are_its_own() -> None:
-    # A text with room for one sequence: every microbatch of every step is the same, and no weight moves.
+def test_gradients_do_not_accumulate_across_steps() -> None:
+    # The text has room for one sequence: every microbatch of every step is the same, and no weight changes.
     only_one = TextData(bytes(range(33)), name="one sequence")
     with make_trainer(DENSE.replace("--lr 1e-2", "--lr 0"), only_one) as trainer:
         first, second, third = (trainer.run_step() for _ in range(3))
@@ -65,7 +65,7 @@ def test_gradients_are_means_over_microbatches_and_tokens() -> None:
     assert max(gradient.abs().max().item() for gradient in gradients[0]) > 1e-3
 
 
-def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData) -> None:
+def test_the_optimizer_matches_adamw_on_the_accumulated_gradients(text: TextData) -> None:
     with make_trainer(DENSE, text) as trainer:
         parameters = [parameter.detach().clone().requires_grad_() for parameter in trainer.parameters()]
         trainer.run_step()
@@ -77,35 +77,35 @@ def test_the_optimizer_is_adamw_over_the_sum_of_all_microbatches(text: TextData)
             assert parameter.grad is None
 
 
-# Sequences that are packed, and sequences that ranks share.
+# Packed and context-parallel sequences.
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: int) -> None:
+def test_context_parallel_ranks_get_the_same_tokens_as_in_megatron(size: int) -> None:
     tokens = torch.arange(64)[None]
-    cut = load_module("megatron.core.utils").get_batch_on_this_cp_rank
-    taken = []
+    split = load_module("megatron.core.utils").get_batch_on_this_cp_rank
+    all_packed = []
     for rank in range(size):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("megatron.core.parallel_state.get_context_parallel_world_size", lambda: size)
             patch.setattr("megatron.core.parallel_state.get_context_parallel_rank", lambda rank=rank: rank)
             patch.setattr(torch.distributed, "get_world_size", lambda group: size)  # since 0.18
             patch.setattr(torch.distributed, "get_rank", lambda group, rank=rank: rank)
-            expected = cut({"tokens": tokens}, **({"is_hybrid_cp": False} if is_installed("0.18") else {}))["tokens"]
+            expected = split({"tokens": tokens}, **({"is_hybrid_cp": False} if is_installed("0.18") else {}))["tokens"]
         indices = find_context_parallel_tokens([0, 64], rank=rank, size=size)
         assert torch.equal(tokens.index_select(1, indices), expected)
-        # Packed sequences are cut one by one.
+        # Packed sequences are split one by one.
         packed = find_context_parallel_tokens([0, 32, 48, 64], rank=rank, size=size)
         assert [((packed >= start) & (packed < end)).sum() for start, end in ((0, 32), (32, 48), (48, 64))] == [
             32 // size,
             16 // size,
             16 // size,
         ]
-        taken.append(packed)
-    assert torch.cat(taken).sort().values.tolist() == list(range(64))
+        all_packed.append(packed)
+    assert torch.cat(all_packed).sort().values.tolist() == list(range(64))
 
 
-# What cannot be.
+# Invalid sizes.
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_context_parallel_ranks_take_the_tokens_that_megatron_gives_them(size: i
         ("--seq-length 34 --context-parallel-size 2", 2, r"--seq-length 34 is not a multiple of 4, the number .* Use 32\."),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(flags: str, world_size: int, message: str) -> None:
+def test_incompatible_sizes_are_rejected(flags: str, world_size: int, message: str) -> None:
     with pytest.raises(ConfigError, match=rf"x\.sh: .*{message}"):
         parse(f"{MOE} {flags}", world_size=world_size)

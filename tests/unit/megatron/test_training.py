@@ -1,4 +1,4 @@
-"""Tests training by the command line: real Megatron-Core models and schedules, reproducible bits."""
+"""Tests training with real Megatron-Core models and schedules: results are reproducible."""
 
 import os
 
@@ -13,21 +13,21 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 
 @pytest.mark.parametrize("flags", [DENSE, MOE, f"{MOE} --bf16"], ids=["dense", "moe", "moe-bf16"])
-def test_two_trainers_with_the_same_seed_compute_the_same_bits(flags):
+def test_trainers_with_the_same_seed_are_bitwise_identical(flags):
     first = train(flags)
-    torch.rand(5)  # random state from before must not matter
+    torch.rand(5)  # earlier random state must not matter
     assert first == train(flags) != train(f"{flags} --seed 7")
 
 
-def test_close_puts_everything_back():
-    def look():
+def test_close_restores_the_environment():
+    def read_state():
         symbols = torch.zeros, torch.cuda.current_device, torch.are_deterministic_algorithms_enabled()
         return symbols, {name: value for name, value in os.environ.items() if name.startswith("NVTE_")}
 
-    before = look()
+    before = read_state()
     with make_trainer(DENSE, None) as trainer:
         trainer.close()
-    assert look() == before
+    assert read_state() == before
     with pytest.raises(StateError, match="this trainer is closed"):
         trainer.run_step()
 
@@ -44,12 +44,12 @@ def test_close_puts_everything_back():
         ),
     ],
 )
-def test_flags_that_the_trainer_does_not_support_are_refused(flags, message):
+def test_flags_that_the_trainer_does_not_support_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=message):
         make_trainer(flags, None)
 
 
-# Without dropout: its masks are drawn in the order of execution, which differs between layouts.
+# No dropout: its masks are drawn in execution order, which differs between layouts.
 PIPELINE_FLAGS = f"{DENSE} {EXPERTS} --num-layers 4 --micro-batch-size 1 --hidden-dropout 0 --attention-dropout 0"
 UNTIED_FLAGS = f"{PIPELINE_FLAGS} --untie-embeddings-and-output-weights"
 LAYOUTS = {
@@ -59,18 +59,18 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def alone():
+def one_process():
     return run_pipeline(UNTIED_FLAGS.split(), processes=1)[0]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_pipeline_of_two_processes_computes_the_bits_of_one(layout, alone):
+def test_two_pipeline_stages_are_bitwise_identical_to_one_process(layout, one_process):
     stages = run_pipeline([*UNTIED_FLAGS.split(), *LAYOUTS[layout].split()], processes=2)
     assert stages[0].losses == [[], []]
-    assert stages[1].losses == alone.losses
-    assert [len(losses) for losses in alone.losses] == [4, 4]
-    assert join_digests(stages) == alone.gradient_digests
+    assert stages[1].losses == one_process.losses
+    assert [len(losses) for losses in one_process.losses] == [4, 4]
+    assert join_digests(stages) == one_process.gradient_digests
 
 
 def join_digests(stages):

@@ -20,9 +20,9 @@ LAYER_GRAPHS = "megatron.core.transformer.cuda_graphs"
 TE = f"{DENSE} --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2"
 FULL = f"{DENSE} --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 9"
 
-_NEEDS_NO_STATE = pytest.mark.skipif(
+_NEEDS_0_17 = pytest.mark.skipif(
     not is_installed("0.17"),
-    reason="megatron-core 0.16 wants random states of a GPU to build layers for a graph of the whole step",
+    reason="megatron-core 0.16 needs GPU random states to build layers for a full-iteration graph",
 )
 
 
@@ -33,7 +33,7 @@ def seeds():
 
 @pytest.fixture
 def _gpu(monkeypatch, seeds):
-    """Let the trainer take this machine for one with a GPU; random states stay those of the CPU, and are noted."""
+    """Make the trainer behave as on a GPU, but seed and record only CPU random states."""
     monkeypatch.setattr(limits, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(limits, "has_transformer_engine", lambda: True)
     random = load_module("megatron.core.tensor_parallel.random")
@@ -48,7 +48,7 @@ def _gpu(monkeypatch, seeds):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Return the calls of trainers to a helper that captures nothing, in order."""
+    """Record the trainer's calls to a fake helper that captures nothing."""
     found = []
     calculator = load_module("megatron.core.num_microbatches_calculator")
 
@@ -77,7 +77,7 @@ def calls(monkeypatch):
     assert calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
 
 
-def test_layers_are_captured_once_before_the_first_step_that_replays_and_each_trainer_captures_its_own(calls, seeds):
+def test_each_trainer_captures_its_layers_once_before_the_first_replay(calls, seeds):
     helper = calls.pop()
     for _ in range(2):
         with make_trainer(TE, None) as trainer:
@@ -92,12 +92,12 @@ def test_layers_are_captured_once_before_the_first_step_that_replays_and_each_tr
     assert seeds == [(True, True)] * 2
 
 
-def test_an_eager_training_seeds_as_before(seeds):
+def test_eager_training_does_not_use_the_graph_rng_tracker(seeds):
     train(DENSE, steps=1)
     assert seeds == [(False, False)]
 
 
-def test_a_training_whose_layers_are_not_captured_ends_before_the_step_that_should_replay(calls):
+def test_training_fails_before_the_first_replay_if_no_layer_was_captured(calls):
     calls.pop().captures = False
     with make_trainer(TE, None) as trainer:
         for _ in range(3):
@@ -107,17 +107,17 @@ def test_a_training_whose_layers_are_not_captured_ends_before_the_step_that_shou
     assert calls == ["capture for 2 microbatches"]
 
 
-@_NEEDS_NO_STATE
-def test_a_graph_of_the_whole_step_is_fed_what_the_schedule_is_and_the_bits_stay():
+@_NEEDS_0_17
+def test_full_iteration_training_is_bitwise_identical_to_eager():
     expected, _ = train(DENSE, steps=3)
     found, _ = train(FULL, steps=3)
     assert found == expected
-    again, _ = train(FULL, steps=3)
-    assert again == expected
+    second, _ = train(FULL, steps=3)
+    assert second == expected
 
 
-@_NEEDS_NO_STATE
-def test_a_full_iteration_graph_leaves_nothing_for_the_next_trainer(monkeypatch):
+@_NEEDS_0_17
+def test_close_clears_the_state_of_a_full_iteration_graph(monkeypatch):
     module = load_module("megatron.core.full_cuda_graph")
     monkeypatch.setattr(module, "_shared_graph_pool", "a pool", raising=False)
     with make_trainer(FULL, None) as trainer:
@@ -134,8 +134,8 @@ def test_a_full_iteration_graph_leaves_nothing_for_the_next_trainer(monkeypatch)
     assert module._shared_graph_pool is None
 
 
-def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
-    # Alone: Megatron hangs what records its graphs into every layer, which a CPU cannot run.
+def test_close_deletes_megatrons_local_layer_graphs(monkeypatch):
+    # Without a trainer: Megatron's graph recorders in the layers cannot run on a CPU.
     record = load_module(LAYER_GRAPHS)._CudagraphGlobalRecord
     monkeypatch.setattr(record, "cudagraph_created", True)
     graphs = choose_graphs(parse_arguments(f"{DENSE} --cuda-graph-impl local".split(), source="test"))
@@ -148,7 +148,7 @@ def test_megatrons_own_graphs_of_layers_are_deleted(monkeypatch):
 
 @pytest.fixture
 def load(tmp_path):
-    """Return a function that loads the training of a file with graphs."""
+    """Return a function that loads a training with graphs from a file."""
     path = tmp_path / "x.sh"
     path.write_text(f"ARGS=({TE})\n", encoding="utf-8")
     return lambda steps: load_training(path, steps=steps)
@@ -158,17 +158,17 @@ def test_activation_bytes_are_counted_in_the_last_eager_step(calls, load, monkey
     calls.clear()
     observe = Trainer.observe
 
-    def note(self, ledger):
+    def record_call(self, ledger):
         calls.append("count")
         return observe(self, ledger)
 
-    monkeypatch.setattr(Trainer, "observe", note)
+    monkeypatch.setattr(Trainer, "observe", record_call)
     record = measure_training(load(steps=5), None, on_step=lambda loss: calls.append("step"))
     assert calls == ["step", "count", "step", "capture for 2 microbatches", "step", "step", "step", "delete"]
     assert record.activation_peak_bytes > 0
 
 
-def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
+def test_training_that_ends_before_the_first_replay_warns(load, caplog):
     load(steps=4)
     assert caplog.messages == []
     load(steps=3)
@@ -178,7 +178,7 @@ def test_a_training_that_ends_before_graphs_only_replay_says_so(load, caplog):
     ]
 
 
-def test_an_error_of_megatron_during_capture_is_one_line(calls, load, monkeypatch):
+def test_a_megatron_error_during_capture_becomes_a_config_error(calls, load, monkeypatch):
     helper = calls.pop()
 
     def fail(self):
@@ -189,7 +189,7 @@ def test_an_error_of_megatron_during_capture_is_one_line(calls, load, monkeypatc
         measure_training(load(steps=5), None, on_step=lambda loss: None)
 
 
-def test_a_profile_is_measured_without_graphs_and_says_so(calls, caplog):
+def test_profiling_runs_without_graphs_and_warns(calls, caplog):
     calls.clear()
     arguments = parse_arguments(TE.split(), source="test")
     profile = profile_training(arguments, TextData.load())

@@ -1,6 +1,6 @@
-"""Trains each parallel layout with and without offload, and compares bitwise. One start of processes serves several runs.
+"""Trains each parallel layout with and without offload, and compares bitwise. Several runs share the same processes.
 
-In slow tests each rank is an interpreter of its own, which orders sets of words in its own way.
+In slow tests each rank is a fresh interpreter, with its own string hashes and thus its own order of sets.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from support.pipeline import IMPORTS, StageResult, Training, run_trainings
 from support.trainings import ATTENTION_TAGS
 from support.trainings import MOE as LARGER_MOE
 
-# The processes import Megatron, and whoever asks for them first waits for it.
+# The first test that uses the processes waits for their import of Megatron.
 pytestmark = pytest.mark.timeout(400)
 
 PIPELINE = "--pipeline-model-parallel-size 2"
@@ -20,7 +20,7 @@ TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
 INTERLEAVED = "--num-layers 4 --moe-layer-freq [0,1]*2 --num-layers-per-virtual-pipeline-stage 1"
 
 PIPELINE_ROWS = {
-    "1f1b_with_lengths_that_differ": Row(f"{MIXED} {PIPELINE} {ALL_TO_ALL} --variable-seq-lengths"),
+    "1f1b_with_variable_lengths": Row(f"{MIXED} {PIPELINE} {ALL_TO_ALL} --variable-seq-lengths"),
     "interleaved": Row(f"{DENSE} {EXPERTS} {PIPELINE} {INTERLEAVED}"),
 }
 PARALLEL_ROWS = {
@@ -33,7 +33,7 @@ SLOW_ROWS = {
     "uneven_stages": Row(f"{MOE} --num-layers 3 --moe-layer-freq [0]*1+[1]*2 {PIPELINE} --decoder-first-pipeline-num-layers 1"),
     "fewer_microbatches_than_stages": Row(f"{MIXED} {PIPELINE} --global-batch-size 1"),
     "pipeline_with_multi_token_prediction": Row(f"{MIXED} {PIPELINE} --mtp-num-layers 1"),
-    "pipeline_that_ramps_up": Row(f"{MIXED} {PIPELINE} --rampup-batch-size 1 1 3", steps=3),
+    "pipeline_with_batch_ramp_up": Row(f"{MIXED} {PIPELINE} --rampup-batch-size 1 1 3", steps=3),
     "tensor_parallel_experts_all_to_all": Row(f"{MIXED} {TENSOR} {ALL_TO_ALL}"),
     "tensor_and_expert_parallel": Row(
         f"{MIXED} {TENSOR} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1 {ALL_TO_ALL}"
@@ -72,30 +72,30 @@ def pipelines() -> Results:
 
 
 @pytest.mark.parametrize("name", PIPELINE_ROWS)
-def test_two_stages_compute_the_same_bits(name, pipelines):
+def test_two_pipeline_stages_are_bitwise_identical_with_offload(name, pipelines):
     check_row(PIPELINE_ROWS[name], *pipelines[name])
 
 
 @pytest.mark.parametrize("name", ["interleaved", "balance"])
-def test_a_stage_that_has_seen_a_step_reloads_the_first_groups_of_each_backward_before_it_begins(name, pipelines):
+def test_from_the_second_step_on_reloads_start_before_each_backward(name, pipelines):
     unknown, known = pipelines[name][1][0].prefetch_misses
     assert unknown > known == 0
 
 
 @pytest.mark.parametrize("name", PARALLEL_ROWS)
-def test_two_ranks_of_a_layer_compute_the_same_bits(name, parallel):
+def test_two_ranks_that_share_layers_are_bitwise_identical_with_offload(name, parallel):
     check_row(PARALLEL_ROWS[name], *parallel[name])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("group", "processes"), [(SLOW_ROWS, 2), (FOUR_PROCESSES, 4)], ids=["two", "four"])
-def test_more_layouts_compute_the_same_bits(group, processes):
+def test_more_layouts_are_bitwise_identical_with_offload(group, processes):
     for name, results in run_all(list_rows(group), processes=processes).items():
         check_row(group[name], *results)
 
 
-# What ranks share is reduced to the same gradients on all, and what they do not share differs.
+# Gradients of shared parameters are equal on all ranks; other gradients differ.
 
 
 def find_equal(ranks: list[StageResult]) -> set[str]:
@@ -104,7 +104,7 @@ def find_equal(ranks: list[StageResult]) -> set[str]:
     return {name for name in steps[0][0] if all(first[name] == second[name] for first, second in steps)}
 
 
-def test_ranks_agree_on_the_gradients_that_they_share_alone(parallel):
+def test_only_gradients_of_shared_parameters_agree_across_ranks(parallel):
     first, second = parallel["data_parallel"][0]
     assert first.losses[0] != second.losses[0]
     assert [len(losses) for losses in first.losses] == [2, 2]  # half of the global batch
@@ -120,7 +120,7 @@ def test_ranks_agree_on_the_gradients_that_they_share_alone(parallel):
     assert find_equal([first, second]) == {name for name in first.gradient_digests[0] if "norm" in name or "router" in name}
 
 
-# Settings that ranks decide together.
+# Settings that affect all ranks together.
 
 OFFLOAD = "--fine-grained-activation-offloading --offload-modules"
 STAGES = f"{LARGER_MOE} --num-layers 4 --global-batch-size 8 {PIPELINE} --untie-embeddings-and-output-weights"
@@ -130,11 +130,11 @@ BUDGETS = {
     "expert parallel": f"{LARGER_MOE} --global-batch-size 8 --expert-model-parallel-size 2 --offload-memory-budget 700KiB",
 }
 AUTO = f"{OFFLOAD} auto --min-offloaded-tensor-size 16 --offload-window 16KiB --offload-prefetch 16KiB"
-LESS_BYTES = 200 * 1024
+DELTA_BYTES = 200 * 1024
 
 
 def list_variants(flags: str, *more: str, steps: int) -> list[Training]:
-    """Return a baseline, and the same with offload: by `flags`, and by these with each of `more`."""
+    """Return a baseline, the same training with offload, and one with offload and each of `more` flags."""
     baseline = Training(tuple(flags.split()), steps=steps, sets_weights=True)
     with_offload = dataclasses.replace(baseline, offload=True)
     return [baseline, with_offload, *(dataclasses.replace(with_offload, argv=(*baseline.argv, *one.split())) for one in more)]
@@ -142,31 +142,31 @@ def list_variants(flags: str, *more: str, steps: int) -> list[Training]:
 
 BALANCE = list_variants(
     f"{STAGES} --min-offloaded-tensor-size 64 {OFFLOAD} {' '.join(ATTENTION_TAGS)}",
-    f"--delta-offload-bytes-across-pp-ranks {LESS_BYTES}",
+    f"--delta-offload-bytes-across-pp-ranks {DELTA_BYTES}",
     steps=2,
 )
 
 
-def check_bits(results: list[list[StageResult]]) -> None:
+def check_results(results: list[list[StageResult]]) -> None:
     expected, *variants = ([(rank.losses, rank.gradient_digests) for rank in ranks] for ranks in results)
     assert all(variant == expected for variant in variants)
 
 
-def test_each_pipeline_rank_offloads_less_than_the_one_before(pipelines):
-    check_bits(pipelines["balance"])
-    _, alike, less = pipelines["balance"]
+def test_each_pipeline_rank_offloads_less_than_the_previous_one(pipelines):
+    check_results(pipelines["balance"])
+    _, unbalanced, balanced = pipelines["balance"]
     first, second = (
-        sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(alike, less, strict=True)
+        sum(one.transfers.values()) - sum(other.transfers.values()) for one, other in zip(unbalanced, balanced, strict=True)
     )
     assert first == 0
-    largest_site = max(alike[1].transfers.values()) // 2  # two layers
-    assert LESS_BYTES <= second < LESS_BYTES + largest_site
+    largest_site = max(unbalanced[1].transfers.values()) // 2  # two layers
+    assert DELTA_BYTES <= second < DELTA_BYTES + largest_site
 
 
 @pytest.mark.slow
-def test_processes_plan_together_within_a_budget():
+def test_auto_plans_across_processes_and_is_bitwise_identical():
     trainings = {name: list_variants(f"{flags} {AUTO}", steps=3) for name, flags in BUDGETS.items()}
     for results in run_all(trainings, processes=2).values():
-        check_bits(results)
-        # The first stage has two microbatches in flight, and needs the room more.
+        check_results(results)
+        # The first stage has two microbatches in flight, so it needs the most memory.
         assert sum(results[1][0].transfers.values()) > 0

@@ -1,4 +1,4 @@
-"""Tests that layers without offload cost no host time, and still show the position of backward."""
+"""Tests that layers without offload cost no host time, but still track the position of backward."""
 
 import pytest
 from support.trainings import DENSE, MOE, SHARED, make_config, make_trainer, write_plan
@@ -16,24 +16,24 @@ def test_offloaded_storages_are_released_in_later_layers(tmp_path):
         layers = trainer.chunks[0].decoder.layers
         transfers = trainer.integration.engine._transfers
         layers[2].register_forward_pre_hook(lambda module, inputs: waiting.append(transfers.in_flight_bytes))
-        # A copy of the CPU is done at once, and lets go at once too: here it looks as if it took its time.
+        # CPU copies finish, and release memory, immediately. This makes the engine treat them as asynchronous.
         trainer.integration.engine.device.has_blocking_copies = False
         trainer.run_step()
     assert waiting
     assert set(waiting) == {0}
 
 
-NOT_WATCHED = ("attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "expert_fc2")
+UNWATCHED = ("attn_norm", "qkv_linear", "mlp_norm", "router", "expert_fc1", "expert_fc2")
 
 
 @pytest.mark.parametrize(
     ("model", "tag"),
-    [(DENSE, tag) for tag in NOT_WATCHED[:3]]
-    + [(MOE, tag) for tag in NOT_WATCHED]
+    [(DENSE, tag) for tag in UNWATCHED[:3]]
+    + [(MOE, tag) for tag in UNWATCHED]
     + [(SHARED, "router"), (SHARED, "shared_expert")],
 )
-def test_no_op_holds_what_leaves_because_nothing_watches_it(model, tag):
-    """What another op saved as well would still be there when it comes back, and be counted so."""
+def test_layers_without_sites_keep_no_reference_to_offloaded_tensors(model, tag):
+    """A storage that another op also saved would count as still referenced when it is reloaded."""
     with make_trainer(model, make_config(tag)) as trainer:
         trainer.run_step()
         trainer.run_step()

@@ -1,4 +1,4 @@
-"""Tests the waits of Megatron's host: groups ahead of the wait are held in order, and the bits stay the same."""
+"""Tests Megatron's host waits: groups are held back until the wait, in order, and results are bitwise identical."""
 
 import contextlib
 import functools
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 ALLTOALL = "--moe-token-dispatcher-type alltoall"
 TAGS = (*ATTENTION_TAGS, "expert_fc1", "moe_act")
-BY_MASK = pytest.mark.skipif(not permutes_by_mask(), reason="megatron-core from 0.17 on sorts, and waits for nothing")
-SORTED = pytest.mark.skipif(permutes_by_mask(), reason="megatron-core before 0.17 waits for a mask")
+USES_MASK = pytest.mark.skipif(not permutes_by_mask(), reason="megatron-core 0.17 and newer sort without a host wait")
+USES_SORT = pytest.mark.skipif(permutes_by_mask(), reason="megatron-core before 0.17 waits for a mask")
 
 
 def record_step(flags, caplog, wait):
-    """Return what happened in the forward of one microbatch: the groups that left, and `wait`, the wait of each layer."""
+    """Return the events in the forward of one microbatch: offloaded groups, and the `wait` of each layer."""
     class_name, method = wait
     logger = logging.getLogger("test")
     with make_trainer(f"{flags} --global-batch-size 2", make_config(*TAGS)) as trainer:
         dispatcher = getattr(load_module(DISPATCHERS), class_name)
-        inner = getattr(dispatcher, method).__wrapped__  # Megatron's own, inside of ours
+        inner = getattr(dispatcher, method).__wrapped__  # Megatron's own, inside our wrapper
 
-        def announce(self, *args):
+        def log_wait(self, *args):
             result = inner(self, *args)
             logger.debug("wait")
             return result
@@ -40,7 +40,7 @@ def record_step(flags, caplog, wait):
         for layer in trainer.chunks[0].decoder.layers:
             layer.mlp.experts.register_forward_pre_hook(lambda *_: logger.debug("wait is over, experts begin"))
         with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.DEBUG):
-            replace_inner(getattr(dispatcher, method), announce, patch)
+            replace_inner(getattr(dispatcher, method), log_wait, patch)
             trainer.run_step()
     lines = [record.getMessage() for record in caplog.records]
     return [
@@ -51,7 +51,7 @@ def record_step(flags, caplog, wait):
 
 
 def replace_inner(wrapper, value, patch):
-    """Let `wrapper`, a closure, call `value` in place of what it wraps."""
+    """Make `wrapper`, a closure, call `value` instead of the wrapped function."""
     index = wrapper.__code__.co_freevars.index("original")
     patch.setattr(wrapper.__closure__[index], "cell_contents", value)
 
@@ -60,24 +60,24 @@ def replace_inner(wrapper, value, patch):
     ("flags", "wait"),
     [
         (MOE, ("MoEAllGatherTokenDispatcher", "dispatch_postprocess")),
-        pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=BY_MASK),
+        pytest.param(f"{MOE} {ALLTOALL}", ("MoEAlltoAllTokenDispatcher", "dispatch_preprocess"), marks=USES_MASK),
     ],
 )
-def test_groups_that_end_ahead_of_a_wait_leave_right_after_it_in_order(flags, wait, caplog):
-    happened = record_step(flags, caplog, wait)
+def test_groups_that_end_before_a_wait_are_offloaded_right_after_it_in_order(flags, wait, caplog):
+    events = record_step(flags, caplog, wait)
     experts = ["moe_act"] * 4
-    attention = ["qkv_linear", "core_attn", "attn_proj", "attn_norm"]  # as their groups end
+    attention = ["qkv_linear", "core_attn", "attn_proj", "attn_norm"]  # in the order in which their groups end
     for layer in range(2):
         held = [f"{layer}.{tag}" for tag in attention]
         later = [f"{layer}.{tag}" for tag in (*experts, "expert_fc1", "mlp_norm")]
         expected = ["wait", *held, "wait is over, experts begin", *later]
-        assert happened[: len(expected)] == expected
-        happened = happened[len(expected) :]
-    assert happened == []
+        assert events[: len(expected)] == expected
+        events = events[len(expected) :]
+    assert events == []
 
 
-@SORTED
-def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog):
+@USES_SORT
+def test_no_group_is_held_back_if_the_dispatcher_does_not_wait(caplog):
     with (
         make_trainer(f"{MOE} {ALLTOALL} --global-batch-size 2", make_config("core_attn")) as trainer,
         caplog.at_level(logging.DEBUG),
@@ -90,30 +90,30 @@ def test_nothing_is_held_where_the_dispatcher_sorts_and_waits_for_nothing(caplog
     assert offloaded < lines.index("mlp")
 
 
-def test_a_dispatcher_that_waits_twice_holds_groups_until_its_last_wait(monkeypatch):
-    dispatcher, happened = load_module(DISPATCHERS).MoEFlexTokenDispatcher, []
+def test_groups_are_held_back_until_the_last_of_two_waits(monkeypatch):
+    dispatcher, events = load_module(DISPATCHERS).MoEFlexTokenDispatcher, []
     for method in ("dispatch_preprocess", "dispatch_postprocess"):
-        monkeypatch.setattr(dispatcher, method, lambda self, method=method: happened.append(method))
-    with make_trainer(MOE, make_config("core_attn")) as trainer:  # which wraps the waits
-        monkeypatch.setattr(type(trainer.integration.holding), "flush", lambda self: happened.append("flush"))
+        monkeypatch.setattr(dispatcher, method, lambda self, method=method: events.append(method))
+    with make_trainer(MOE, make_config("core_attn")) as trainer:  # the trainer wraps the waits
+        monkeypatch.setattr(type(trainer.integration.holding), "flush", lambda self: events.append("flush"))
         one = object.__new__(dispatcher)
         one.config = types.SimpleNamespace(moe_hybridep_pad_uneven_dispatch_inputs=True)
         one.dispatch_preprocess()
         one.dispatch_postprocess()
-    assert happened == ["dispatch_preprocess", "dispatch_postprocess", "flush"]
+    assert events == ["dispatch_preprocess", "dispatch_postprocess", "flush"]
 
 
-def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next_step_is_right():
+def test_the_step_after_an_exception_with_held_groups_is_correct():
     expected, _ = train(MOE)
     with make_trainer(MOE, make_config(*ATTENTION_TAGS, *EXPERT_TAGS)) as trainer:
         state = torch.get_rng_state()
         router = trainer.chunks[0].decoder.layers[1].mlp.router
 
         def fail(*_):
-            raise ValueError("the user's own")
+            raise ValueError("user error")
 
         hook = router.register_forward_pre_hook(fail)
-        with pytest.raises(ValueError, match="the user's own"):
+        with pytest.raises(ValueError, match="user error"):
             trainer.run_step()
         hook.remove()
         assert not trainer.integration.holding.is_on  # or a layer without a wait would hold its groups too
@@ -123,23 +123,23 @@ def test_a_forward_that_raises_while_groups_are_held_leaves_nothing_and_the_next
 
 
 class Exchange:
-    """A communicator of one stage whose requests, and what the host waits for, are written down."""
+    """A communicator of one stage that records its requests and host waits."""
 
     def __init__(self, monkeypatch, *, batch_p2p_sync):
         module = load_module("megatron.core.pipeline_parallel.p2p_communication")
-        self.happened = []
+        self.events = []
         self.config = load_module("megatron.core.model_parallel_config").ModelParallelConfig(batch_p2p_sync=batch_p2p_sync)
         self.communicator = object.__new__(module.P2PCommunicator)
         self.communicator.__dict__.update(config=self.config, pp_group=None, next_rank=0, prev_rank=0)
-        monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=self.note("request"))])
+        monkeypatch.setattr(module, "_batched_p2p_ops", lambda **_: [types.SimpleNamespace(wait=self.record("request"))])
 
-    def note(self, what):
-        return lambda *_: self.happened.append(what)
+    def record(self, event):
+        return lambda *_: self.events.append(event)
 
     def run(self):
-        stream = types.SimpleNamespace(synchronize=self.note("stream"))
-        with pytest.MonkeyPatch.context() as patch:  # around what the trainer has replaced on a CPU
-            patch.setattr(torch.cuda, "synchronize", self.note("device"))
+        stream = types.SimpleNamespace(synchronize=self.record("stream"))
+        with pytest.MonkeyPatch.context() as patch:  # on top of the trainer's CPU replacements
+            patch.setattr(torch.cuda, "synchronize", self.record("device"))
             patch.setattr(torch.cuda, "current_stream", lambda: stream)
             self.communicator._communicate(
                 tensor_send_next=None, tensor_send_prev=None, recv_prev=False, recv_next=False, tensor_shape=None
@@ -160,27 +160,25 @@ PADDED = f"{MOE} {ALLTOALL} --moe-expert-capacity-factor 1.0 --moe-pad-expert-in
     ],
     ids=["dense", "dense, no wait", "padded experts", "experts", "experts, no wait"],
 )
-def test_an_exchange_between_stages_waits_for_its_stream_where_no_layer_waits_and_never_for_copies(
-    flags, batch_p2p_sync, expected, monkeypatch
-):
+def test_stage_exchanges_wait_for_their_stream_only_if_no_layer_waits(flags, batch_p2p_sync, expected, monkeypatch):
     exchange = Exchange(monkeypatch, batch_p2p_sync=batch_p2p_sync)
-    with make_trainer(flags, make_config("core_attn")) as trainer:  # which wraps the waits
+    with make_trainer(flags, make_config("core_attn")) as trainer:  # the trainer wraps the waits
         trainer.run_step()
         exchange.run()
-    assert exchange.happened == expected
+    assert exchange.events == expected
     assert exchange.config.batch_p2p_sync == batch_p2p_sync
 
 
-@pytest.mark.parametrize("comes_and_goes", list(itertools.product([False, True], repeat=4)))
-def test_stages_exchange_shapes_as_by_megatron(comes_and_goes, monkeypatch):
-    happened = []
+@pytest.mark.parametrize("transfers", list(itertools.product([False, True], repeat=4)))
+def test_stages_exchange_the_same_shapes_as_in_megatron(transfers, monkeypatch):
+    events = []
 
     def exchange(operations):
         for operation, shape, rank, group in operations:
             if operation is torch.distributed.irecv:
-                shape.copy_(torch.tensor([rank, 2, 3]))  # of the sender
-            happened.append((operation.__name__, shape.tolist(), rank, group))
-        return [types.SimpleNamespace(wait=lambda: happened.append("request"))]
+                shape.copy_(torch.tensor([rank, 2, 3]))  # from the sender
+            events.append((operation.__name__, shape.tolist(), rank, group))
+        return [types.SimpleNamespace(wait=lambda: events.append("request"))]
 
     communicator = Exchange(monkeypatch, batch_p2p_sync=True).communicator
     communicator.__dict__.update(pp_group="group", next_rank=11, prev_rank=10)
@@ -188,18 +186,18 @@ def test_stages_exchange_shapes_as_by_megatron(comes_and_goes, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.distributed, "P2POp", lambda *operation: operation)
     monkeypatch.setattr(torch.distributed, "batch_isend_irecv", exchange)
-    sends_next, sends_previous, *receives = comes_and_goes
+    sends_next, sends_previous, *receives = transfers
     sent = (torch.empty(5, 6, 7) if sends_next else None, torch.empty(8, 9, 10) if sends_previous else None)
-    expected, by_megatron = communicator._communicate_shapes(*sent, *receives), happened.copy()
-    happened.clear()
+    expected, by_megatron = communicator._communicate_shapes(*sent, *receives), events.copy()
+    events.clear()
     found = exchange_shapes(communicator, *sent, *receives, device=torch.device("cpu"))
     assert [list(shape) for shape in found] == [list(shape) for shape in expected]
-    assert happened == by_megatron
-    assert bool(happened) == any(comes_and_goes)
+    assert events == by_megatron
+    assert bool(events) == any(transfers)
 
 
 class Pages:
-    """Stands in for pages that a GPU writes."""
+    """Fakes host pages that a GPU writes."""
 
     def __init__(self):
         self.written = []
@@ -212,45 +210,45 @@ class Pages:
 @pytest.mark.parametrize(
     ("as_numpy", "is_copying", "dtype"), list(itertools.product([False, True], [False, True], [torch.int64, torch.float32]))
 )
-def test_counts_go_around_the_copy_engine_only_while_something_is_on_its_way_to_the_host(as_numpy, is_copying, dtype):
-    pages, moved = Pages(), []
+def test_counts_bypass_the_copy_engine_only_during_offload_copies(as_numpy, is_copying, dtype):
+    pages, copied = Pages(), []
 
     def original(tensor, as_numpy, record_stream):
-        moved.append((as_numpy, record_stream))
+        copied.append((as_numpy, record_stream))
         return tensor.numpy() if as_numpy else tensor
 
     offload = types.SimpleNamespace(engine=types.SimpleNamespace(is_copying_out=lambda: is_copying))
     move = functools.partial(waits._move_to_cpu, lambda: offload, pages, original)
     counts = torch.tensor([3, 4], dtype=dtype)
     found = move(counts, as_numpy=as_numpy)
-    goes_around = is_copying and dtype is torch.int64
+    bypasses = is_copying and dtype is torch.int64
     assert isinstance(found, torch.Tensor) is not as_numpy
-    assert list(found) == ([103, 104] if goes_around else [3, 4])
-    assert len(pages.written) == goes_around
-    assert moved == ([] if goes_around else [(as_numpy, False)])
+    assert list(found) == ([103, 104] if bypasses else [3, 4])
+    assert len(pages.written) == bypasses
+    assert copied == ([] if bypasses else [(as_numpy, False)])
 
 
 @pytest.mark.parametrize("positions", [16, 32])
-def test_lengths_of_packed_sequences_are_read_once_and_turn_heads_as_without(positions, monkeypatch):
+def test_packed_sequence_lengths_are_read_once_and_rotary_results_are_unchanged(positions, monkeypatch):
     module = load_module("megatron.core.models.common.embeddings.rope_utils")
     bounds = torch.tensor([0, 16, 24, 32], dtype=torch.int32)
     heads, angles = torch.randn(32, 2, 8), torch.randn(positions, 1, 1, 8)
     group = types.SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     expected = module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
-    happened = []
-    monkeypatch.setattr(host_writes, "write_to_host", lambda tensor: happened.append("write") or tensor.clone())
-    stream = types.SimpleNamespace(synchronize=lambda: happened.append("wait for the stream"))
-    with make_trainer(DENSE, make_config("core_attn")), pytest.MonkeyPatch.context() as patch:  # which wraps the waits
+    events = []
+    monkeypatch.setattr(host_writes, "write_to_host", lambda tensor: events.append("write") or tensor.clone())
+    stream = types.SimpleNamespace(synchronize=lambda: events.append("wait for the stream"))
+    with make_trainer(DENSE, make_config("core_attn")), pytest.MonkeyPatch.context() as patch:  # the trainer wraps the waits
         patch.setattr(torch.cuda, "current_stream", lambda: stream)
         found = module._apply_rotary_pos_emb_thd(heads, bounds, angles, cp_group=group)
     assert torch.equal(found, expected)
-    assert happened == ["write", "wait for the stream"]
+    assert events == ["write", "wait for the stream"]
 
 
-@pytest.mark.parametrize(("loss", "is_refused"), [(1.0, False), (float("nan"), True)])
-def test_a_loss_that_is_not_finite_is_refused_as_without_offload(loss, is_refused):
+@pytest.mark.parametrize(("loss", "is_rejected"), [(1.0, False), (float("nan"), True)])
+def test_non_finite_losses_are_rejected_as_without_offload(loss, is_rejected):
     module = load_module("megatron.core.rerun_state_machine")
     machine = module.RerunStateMachine(mode=module.RerunMode.DISABLED)
-    refusal = pytest.raises(RuntimeError, match="found NaN") if is_refused else contextlib.nullcontext()
-    with make_trainer(DENSE, make_config("core_attn")), refusal:  # which wraps the waits
+    expectation = pytest.raises(RuntimeError, match="found NaN") if is_rejected else contextlib.nullcontext()
+    with make_trainer(DENSE, make_config("core_attn")), expectation:  # the trainer wraps the waits
         machine.validate_result(result=torch.tensor(loss), rejection_func=torch.isnan, message="found NaN")

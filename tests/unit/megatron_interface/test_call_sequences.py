@@ -1,4 +1,4 @@
-"""Tests modules that call the interface like the development branch: the same bits, exact bytes, and the order of calls."""
+"""Tests modules that call the interface like the development branch: bitwise identical, exact bytes, order of calls."""
 
 import gc
 import logging
@@ -29,13 +29,13 @@ SCALE_BYTES = 2 * TOKENS * 4  # mean and reciprocal deviation, which a layer nor
 BYTES = {
     "attn_norm": HIDDEN_BYTES + SCALE_BYTES,
     "qkv_linear": HIDDEN_BYTES,
-    "core_attn": 4 * HIDDEN_BYTES,  # query, key and value, which are one storage, and tanh's output
+    "core_attn": 4 * HIDDEN_BYTES,  # query, key and value in one storage, and tanh's output
     "attn_proj": HIDDEN_BYTES,
     "mlp_norm": HIDDEN_BYTES + SCALE_BYTES,
     "expert_fc1": HIDDEN_BYTES,
     "moe_act": TOKENS * 48 * 4,
 }
-"""What leaves of one layer in one microbatch."""
+"""Offloaded bytes of one layer in one microbatch."""
 
 
 def get_expected(*, steps: int = 1, **options) -> list[torch.Tensor]:
@@ -52,14 +52,14 @@ def get_expected(*, steps: int = 1, **options) -> list[torch.Tensor]:
 def test_gradients_are_bitwise_identical_and_exact_bytes_are_offloaded(tags, imports_first):
     with with_offload(*tags, imports_first=imports_first) as training:
         found = [gradient for _ in range(2) for gradient in training.step()]
-        moved = {tag: stats.d2h_bytes for tag, stats in training.offload.last_step.tags.items()}
+        offloaded = {tag: stats.d2h_bytes for tag, stats in training.offload.last_step.tags.items()}
     check_same(found, get_expected(steps=2))
-    assert moved == {tag: BYTES[tag] * LAYERS * 2 for tag in tags}
+    assert offloaded == {tag: BYTES[tag] * LAYERS * 2 for tag in tags}
     assert not has_hooks()
 
 
-def test_a_site_that_a_checkpoint_runs_in_place_of_has_no_group():
-    # Core attention under recompute: its object is made, and never entered or ended.
+def test_a_site_replaced_by_a_checkpoint_has_no_group():
+    # With core attention recomputed, its context manager is created, but never entered or ended.
     tags = ("qkv_linear", "core_attn", "attn_proj")
     with with_offload(*tags, recomputes_core=True) as training:
         with pytest.raises(IntegrationError, match="'core_attn' has no site"):
@@ -70,26 +70,26 @@ def test_a_site_that_a_checkpoint_runs_in_place_of_has_no_group():
     assert groups == {"qkv_linear": 2 * LAYERS, "attn_proj": 2 * LAYERS}
 
 
-@pytest.mark.parametrize("recomputes_qkv", [False, True], ids=["saved", "run-again"])
-def test_a_gated_delta_product_is_one_group_that_ends_behind_its_kernel(recomputes_qkv, caplog):
+@pytest.mark.parametrize("recomputes_qkv", [False, True], ids=["saved", "recomputed"])
+def test_a_gated_delta_product_is_one_group_that_ends_after_its_kernel(recomputes_qkv, caplog):
     options = {"kind": "DeltaLayer", "recomputes_qkv": recomputes_qkv}
     with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         found = [gradient for _ in range(2) for gradient in training.step()]
         departures = list_departures(caplog)
         stats = training.offload.last_step.tags
-        gate, projected, behind = training.layers.PROJECTED
+        gate, projected, after = training.layers.PROJECTED
     check_same(found, get_expected(steps=2, **options))
     assert list(stats) == ["gdp_qkv"]
     assert departures == 2 * [f"layers.{layer}.gdp_qkv mb={mb}" for mb in range(2) for layer in range(LAYERS)]
-    # The convolution's input lies between gates and other numbers, of which only those behind the last token stay. Normed
-    # query and key are apart; run again, they are not saved. The kernel's value and gate are outside.
-    leaving = 4 * (TOKENS * (gate + projected + behind) - behind) + (0 if recomputes_qkv else 2 * HIDDEN_BYTES)
-    assert stats["gdp_qkv"].d2h_bytes == stats["gdp_qkv"].h2d_bytes == 2 * LAYERS * leaving
+    # The convolution's input lies between gates and other projections: all but those after the last token are offloaded.
+    # Normed query and key are separate, and not saved if recomputed. The kernel's value and gate are outside.
+    offloaded_bytes = 4 * (TOKENS * (gate + projected + after) - after) + (0 if recomputes_qkv else 2 * HIDDEN_BYTES)
+    assert stats["gdp_qkv"].d2h_bytes == stats["gdp_qkv"].h2d_bytes == 2 * LAYERS * offloaded_bytes
     assert stats["gdp_qkv"].groups == 2 * LAYERS
     assert not has_hooks()
 
 
-def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input():
+def test_the_context_manager_keeps_no_reference_to_its_input():
     with with_offload("attn_norm") as training:
         training.layers.off_interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
         hidden = torch.ones(64, requires_grad=True) * 2
@@ -103,15 +103,15 @@ def test_an_object_that_is_kept_until_its_group_leaves_does_not_keep_its_input()
         assert manager.group_offload(doubled) is doubled
 
 
-def test_a_site_that_is_off_has_no_group_though_its_tag_is_selected():
+def test_a_disabled_site_has_no_group_even_if_its_tag_is_selected():
     with with_offload("core_attn") as training:
-        training.models[0].eval()  # with gradients: core attention is off then, by its own flag
+        training.models[0].eval()  # with gradients, but core attention disables its site
         training.forward().square().sum().backward()
         assert training.offload.engine.finish_step().tags == {}
 
 
-def test_each_object_ends_the_group_that_it_began(caplog):
-    # As two microbatches that run in turns would, each with the norm of one layer open.
+def test_each_context_manager_ends_its_own_group(caplog):
+    # As with two interleaved microbatches, each inside the norm of one layer.
     with with_offload("mlp_norm") as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -134,21 +134,21 @@ def test_group_offload_returns_its_arguments_unchanged():
             given = [torch.ones(2), torch.ones(3)]
             manager = interface(is_on, torch.ones(1), "qkv_linear")
             assert manager.group_offload(given, forced_released_tensors=[given[0]]) is given
-            assert given[0].untyped_storage().nbytes() == 8  # released by who holds it, never by force
+            assert given[0].untyped_storage().nbytes() == 8  # its owner releases it, not the interface
 
 
-def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_marked_stay():
+def test_tensors_marked_by_megatron_or_transformer_engine_are_not_offloaded():
     with with_offload("attn_norm", "mlp_norm") as training:
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-        interface.mark_not_offload(None)  # as for a bias that is not there
-        marked, of_engine, free = (torch.full((64,), 2.0) for _ in range(3))
+        interface.mark_not_offload(None)  # as for a missing bias
+        marked, marked_by_te, free = (torch.full((64,), 2.0) for _ in range(3))
         interface.mark_not_offload(marked)
-        of_engine._TE_do_not_offload = True
+        marked_by_te._TE_do_not_offload = True
         leaf = torch.ones(64, requires_grad=True)
         manager = interface(offload=True, tensor=leaf, name="attn_norm")
         with manager as entered:
-            output = (entered * marked * of_engine * free).sum()
+            output = (entered * marked * marked_by_te * free).sum()
         manager.group_offload(output)
         stats = training.offload.engine.finish_step().tags["attn_norm"]
         kept = {str(reason): size_bytes for reason, size_bytes in stats.kept_bytes.items()}
@@ -159,7 +159,7 @@ def test_parameters_that_are_marked_and_tensors_that_transformer_engine_has_mark
 
 
 @pytest.mark.filterwarnings("ignore:full scope is deprecated")
-def test_settings_of_megatrons_config_that_count_for_nothing_are_named(caplog):
+def test_ignored_settings_of_megatrons_config_are_reported(caplog):
     with with_offload("core_attn"), caplog.at_level(logging.WARNING):
         make = load_module("megatron.core.transformer.transformer_config").TransformerConfig
         sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "min_offloaded_tensor_size": 7}
@@ -177,7 +177,7 @@ def test_an_empty_plan_is_described_as_no_tags(caplog):
     assert caplog.messages[0].endswith("has no effect, because offload was applied with no tags.")
 
 
-def test_the_offloads_in_flight_of_megatrons_config_bound_ours():
+def test_megatrons_limit_of_offloads_in_flight_is_respected():
     with with_offload("core_attn") as training:
         training.models[0].settings["max_inflight_offloads"] = 2
         training.step()

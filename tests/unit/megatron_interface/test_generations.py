@@ -1,4 +1,4 @@
-"""Tests that the generation of the interface is detected by its members, and that missing or unknown ones are named."""
+"""Tests that the generation of the interface is detected by its members, and that errors name missing or unknown ones."""
 
 import inspect
 import re
@@ -27,7 +27,7 @@ CONTEXT = ("__init__", "__enter__", "__exit__")
 
 
 @pytest.mark.parametrize("make_interface", MAKERS)
-def test_every_method_is_replaced_and_remove_puts_the_same_objects_back(make_interface):
+def test_apply_replaces_every_method_and_remove_restores_the_originals(make_interface):
     interface = make_interface()
     before = dict(vars(interface))
     with installed(interface):
@@ -41,11 +41,11 @@ def test_every_method_is_replaced_and_remove_puts_the_same_objects_back(make_int
         megatron.remove(offload)
         assert not is_replaced()
         assert dict(vars(interface)) == before
-        megatron.remove(offload)  # does no harm
+        megatron.remove(offload)  # has no effect
 
 
 @pytest.mark.parametrize("make_interface", MAKERS)
-def test_replaced_methods_take_the_parameters_of_the_originals_in_their_order(make_interface):
+def test_replaced_methods_have_the_signatures_of_the_originals(make_interface):
     interface = make_interface()
     names = [name for name in vars(interface) if name[:2] != "__" or name in ("__init__", "__enter__")]
     before = {name: list(inspect.signature(getattr(interface, name)).parameters) for name in names}
@@ -65,7 +65,7 @@ def test_the_installed_release_has_the_methods_of_the_stub():
 
 
 @pytest.mark.parametrize(("make_interface", "name"), METHODS)
-def test_a_missing_method_is_named_and_nothing_is_replaced(make_interface, name):
+def test_a_missing_method_is_named_before_anything_is_replaced(make_interface, name):
     interface = make_interface()
     delattr(interface, name)
     before = dict(vars(interface))
@@ -77,12 +77,12 @@ def test_a_missing_method_is_named_and_nothing_is_replaced(make_interface, name)
 
 
 def test_a_missing_module_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, MODULE, None)  # which makes the import fail
+    monkeypatch.setitem(sys.modules, MODULE, None)  # makes the import fail
     with pytest.raises(IntegrationError, match=re.escape(f"{MODULE} cannot be imported")):
         megatron.apply(make_config("core_attn"))
 
 
-def test_a_parameter_that_nobody_knows_is_named_before_anything_is_replaced():
+def test_an_unknown_parameter_is_named_before_anything_is_replaced():
     interface = make_development_interface()
     interface.reset = staticmethod(lambda process_group=None, everything=False: None)
     before = dict(vars(interface))
@@ -91,7 +91,7 @@ def test_a_parameter_that_nobody_knows_is_named_before_anything_is_replaced():
     assert dict(vars(interface)) == before
 
 
-def test_a_method_that_nobody_knows_is_refused_when_it_is_called():
+def test_calling_an_unknown_method_raises():
     interface = make_development_interface()
     interface.compress = staticmethod(lambda tensor: tensor)
     with installed(interface):
@@ -102,7 +102,7 @@ def test_a_method_that_nobody_knows_is_refused_when_it_is_called():
         assert interface.compress(1) == 1
 
 
-def test_released_call_sites_of_0_18_end_groups_by_name():
+def test_call_sites_of_the_0_18_release_end_groups_by_name():
     interface = make_released_interface()
     with installed(interface):
         offload = megatron.apply(make_config("qkv_linear"))
@@ -114,13 +114,13 @@ def test_released_call_sites_of_0_18_end_groups_by_name():
         output[0].sum().backward()
         interface.mark_not_offloadable(None)
         interface.reset()
-        moved = offload.last_step.tags["qkv_linear"].d2h_bytes
+        offloaded_bytes = offload.last_step.tags["qkv_linear"].d2h_bytes
         offload.remove()
     assert torch.equal(leaf.grad, torch.ones(64).exp())
-    assert moved == 64 * 4
+    assert offloaded_bytes == 64 * 4
 
 
-def test_groups_of_the_released_interface_may_wait_for_a_graph_too():
+def test_the_released_interface_can_delay_groups_until_a_graph():
     interface = make_released_interface()
     with installed(interface):
         offload = megatron.apply(make_config("core_attn"))
@@ -133,11 +133,11 @@ def test_groups_of_the_released_interface_may_wait_for_a_graph_too():
         assert offload.engine.read_tags()["core_attn"].d2h_bytes == 0
         offload.flush_delayed()
         assert offload.engine.read_tags()["core_attn"].d2h_bytes == 64 * 4
-        interface.forward_record(event=None)  # orders copies that ours does not capture
+        interface.forward_record(event=None)  # orders copies, which our engine does not capture
         offload.remove()
 
 
-def test_a_class_that_the_interface_needs_elsewhere_is_named(monkeypatch):
+def test_a_missing_class_outside_the_interface_module_is_named(monkeypatch):
     random = load_module("megatron.core.tensor_parallel.random")
     monkeypatch.delattr(random, "CheckpointWithoutOutput")
     with installed(make_development_interface()), pytest.raises(IntegrationError, match=r"random\.CheckpointWithoutOutput "):

@@ -1,4 +1,4 @@
-"""Tests the calls of CUDA graphs: a warm-up moves nothing, groups wait through a replay, and a capture holds no copies."""
+"""Tests the interface's CUDA graph calls: no offload during warm-up, and groups delayed until after a replay."""
 
 import logging
 
@@ -27,7 +27,7 @@ def test_no_tensor_is_offloaded_between_disable_and_enable(caplog):
         assert len(list_departures(caplog)) == 3 * LAYERS
 
 
-def test_a_group_that_was_open_when_offload_was_disabled_stays():
+def test_a_group_open_while_offload_is_disabled_is_kept():
     with with_offload("attn_norm") as training:
         interface = training.layers.off_interface
         interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -44,14 +44,14 @@ def test_a_group_that_was_open_when_offload_was_disabled_stays():
     assert torch.equal(leaf.grad, torch.ones(64).exp())
 
 
-def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_ends(caplog):
+def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(caplog):
     with with_offload("core_attn", *EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True
         interface.enter_replay()
         output = training.forward()
-        # Attention does not delay; only experts lie outside of graphs.
+        # Attention does not delay its groups; only experts run outside graphs.
         assert list_departures(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
         interface.exit_replay()
         interface.flush_delayed_groups()
@@ -64,27 +64,27 @@ def test_delayed_groups_wait_through_a_replay_and_leave_in_the_order_of_their_en
         assert len(list_departures(caplog)) == 3 * LAYERS  # the replay is over
 
 
-def test_flushes_between_layers_let_those_before_leave(caplog):
+def test_flushing_between_layers_offloads_the_groups_of_earlier_layers(caplog):
     with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         interface = training.layers.off_interface
-        departed = []
+        offloaded = []
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True
 
             def replay(module, args) -> None:  # the graph of attention and router is launched, then its experts run
                 interface.flush_delayed_groups()
-                departed.append(list_departures(caplog))
+                offloaded.append(list_departures(caplog))
 
             layer.experts.register_forward_pre_hook(replay)
         interface.enter_replay()
         output = training.forward()
         interface.exit_replay()
-        output.square().sum().backward()  # the last layer's were never flushed: they stay, and backward finds them
+        output.square().sum().backward()  # the last layer's groups were never flushed, and are kept
         check_same(training.take_gradients(), get_expected())
-    assert departed == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
+    assert offloaded == [[], *([f"layers.{layer}.{tag} mb=0" for tag in EXPERT_TAGS] for layer in range(LAYERS - 1))]
 
 
-def test_delayed_groups_leave_at_once_outside_of_a_replay(caplog):
+def test_delayed_groups_are_offloaded_immediately_outside_a_replay(caplog):
     with with_offload(*EXPERT_TAGS) as training, caplog.at_level(logging.DEBUG, logger=ENGINE_LOGGER):
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True

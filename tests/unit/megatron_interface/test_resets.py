@@ -3,7 +3,7 @@
 from support.megatron_stub.training import LAYERS, with_offload
 
 
-def test_a_reset_before_the_first_forward_is_no_step():
+def test_reset_before_the_first_forward_ends_no_step():
     with with_offload("core_attn") as training:
         training.layers.finish_schedule()
         assert repr(training.offload) == "<MegatronOffload (tags: core_attn), no finished step>"
@@ -16,7 +16,7 @@ def test_a_reset_before_the_first_forward_is_no_step():
         assert training.offload.last_step.tags["core_attn"].groups == 3 * LAYERS
 
 
-def test_a_reset_behind_a_step_or_a_warm_up_leaves_the_step_before():
+def test_reset_after_a_step_or_warm_up_keeps_the_last_step():
     with with_offload("core_attn") as training:
         training.step()
         step = training.offload.last_step

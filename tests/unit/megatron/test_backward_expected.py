@@ -1,4 +1,4 @@
-"""Tests that the engine is told once, after all layers, that the model's forward is over."""
+"""Tests that the engine is notified once per microbatch, after the last layer, that backward follows."""
 
 import pytest
 from support.trainings import DENSE, make_config, make_trainer
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("parallel")
 
 @pytest.fixture
 def groups(monkeypatch):
-    """Return a list that gets, each time, the groups of the microbatch whose backward is expected."""
+    """Record the number of groups in the microbatch whenever the engine expects its backward."""
     found: list[int] = []
     original = OffloadEngine.expect_backward
 
@@ -24,16 +24,16 @@ def groups(monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "layers"), [(DENSE, 2), (f"{DENSE} --mtp-num-layers 1", 3)], ids=["layers", "mtp"])
-def test_backward_is_expected_once_a_microbatch_behind_the_last_layer(groups, flags, layers):
+def test_the_engine_expects_backward_once_per_microbatch_after_the_last_layer(groups, flags, layers):
     with make_trainer(flags, make_config("core_attn")) as trainer:
         trainer.run_step()
         assert groups == [layers] * trainer.arguments.num_microbatches
 
 
 @pytest.mark.parametrize("window_bytes", [None, 4096])
-def test_the_engine_gets_the_loss_window_of_the_plan(monkeypatch, tmp_path, window_bytes):
-    told = []
-    monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: told.append(window_bytes))
+def test_the_loss_window_of_the_plan_reaches_the_engine(monkeypatch, tmp_path, window_bytes):
+    windows = []
+    monkeypatch.setattr(OffloadEngine, "expect_backward", lambda self, lane, *, window_bytes: windows.append(window_bytes))
     plan = OffloadPlan(
         actions={Site(chunk=0, layer=layer, tag="core_attn"): Action.OFFLOAD for layer in range(2)},
         loss_window_bytes=window_bytes,
@@ -43,10 +43,10 @@ def test_the_engine_gets_the_loss_window_of_the_plan(monkeypatch, tmp_path, wind
     assert OffloadPlan.load(path) == plan
     with make_trainer(DENSE, OffloadConfig(offload_modules=(), offload_plan=path, min_offloaded_tensor_size=64)) as trainer:
         trainer.run_step()
-        assert told == [window_bytes] * trainer.arguments.num_microbatches
+        assert windows == [window_bytes] * trainer.arguments.num_microbatches
 
 
-def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_of_once(tmp_path, caplog):
+def test_exceeding_the_microbatches_of_a_plan_mid_run_warns_once(tmp_path, caplog):
     actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
     config = OffloadConfig(offload_modules=(), offload_plan=tmp_path / "plan.json", min_offloaded_tensor_size=64)
     config.offload_plan.write_text(OffloadPlan(actions=actions, made_for={"microbatches": 1}).to_json(), encoding="utf-8")
@@ -60,7 +60,7 @@ def test_microbatches_that_grow_beyond_a_plan_in_the_middle_of_a_run_are_warned_
     assert found[0].endswith("The run continues, but may exceed the memory budget.")
 
 
-def test_a_plan_that_was_made_for_other_microbatches_is_refused_in_the_first_step(tmp_path):
+def test_a_plan_for_fewer_microbatches_is_rejected_in_the_first_step(tmp_path):
     actions = {Site(chunk=0, layer=0, tag="core_attn"): Action.OFFLOAD}
     path = tmp_path / "plan.json"
     path.write_text(OffloadPlan(actions=actions, made_for={"microbatches": 1}).to_json(), encoding="utf-8")

@@ -38,7 +38,7 @@ def forward(kind, model):
 
 @pytest.mark.usefixtures("parallel")
 @pytest.mark.parametrize("kind", ["BERT", "T5"])
-def test_each_forward_is_a_microbatch(kind, caplog):
+def test_each_forward_is_its_own_microbatch(kind, caplog):
     offload = megatron.apply(make_config("attn_norm"))
     try:
         with keep_environment(ATTENTION_BACKENDS), apply_cpu_support(), ignore_expected_warnings():

@@ -1,4 +1,4 @@
-"""Tests Hugging Face configurations with Megatron's flags for the training."""
+"""Tests Megatron's training flags with the model of a Hugging Face configuration."""
 
 import dataclasses
 
@@ -12,7 +12,7 @@ from fgoffload.planner.model.model_shape import ModelShape
 
 def make_model(**fields):
     model = ModelShape(
-        name="elsewhere",
+        name="tiny",
         num_layers=4,
         hidden_size=64,
         ffn_hidden_size=256,
@@ -26,24 +26,24 @@ def make_model(**fields):
     return dataclasses.replace(model, **fields)
 
 
-def read_from_elsewhere(flags, **fields):
+def read_flags(flags, **fields):
     return read_parallelism(flags.split(), source="config.json", model=make_model(**fields))
 
 
 @pytest.mark.parametrize(
     ("flags", "fields", "message"),
     [
-        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of elsewhere. Remove it."),
-        ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but elsewhere has none"),
-        ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with elsewhere, which uses quick GEGLU"),
+        ("--hidden-size 128", {}, "--hidden-size is set by the configuration of tiny. Remove it."),
+        ("--moe-permute-fusion", {"experts": None}, "--moe-permute-fusion is for experts, but tiny has none"),
+        ("--no-bias-swiglu-fusion", {"has_quick_gate": True}, "--no-bias-swiglu-fusion with tiny, which uses quick GEGLU"),
         ("--ep 3", {}, "config.json: --expert-model-parallel-size 3 does not divide num_experts 8"),
         ("--pipeline-size 2", {}, "config.json: --pipeline-size is an unknown flag"),
         ("--tp 2 --etp 1 --no-sequence-parallel", {}, "--tensor-model-parallel-size 2 without --sequence-parallel"),
     ],
 )
-def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields, message):
+def test_flags_that_contradict_a_hugging_face_config_are_rejected(flags, fields, message):
     with pytest.raises(ConfigError, match=message):
-        read_from_elsewhere(flags, **fields)
+        read_flags(flags, **fields)
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_flags_that_contradict_a_model_from_elsewhere_are_refused(flags, fields,
         ("--tp 2 --etp 1 --sequence-parallel", {}, []),
     ],
 )
-def test_a_model_from_elsewhere_has_sequence_parallel_ranks(flags, fields, warnings, caplog):
-    _, ranks = read_from_elsewhere(f"{flags} --global-batch-size 4", **fields)
+def test_sequence_parallel_is_assumed_for_a_hugging_face_config(flags, fields, warnings, caplog):
+    _, ranks = read_flags(f"{flags} --global-batch-size 4", **fields)
     assert ranks.has_sequence_parallel
     assert [record.message for record in caplog.records] == warnings
