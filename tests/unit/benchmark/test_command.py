@@ -65,7 +65,7 @@ def run_and_refuse(words, capsys):
 
 
 @pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words[1:]) or "none" for words, _ in REFUSED])
-def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+def test_bad_input_exits_with_code_2_and_one_line(words, message, capsys):
     assert message in run_and_refuse(words, capsys)
 
 

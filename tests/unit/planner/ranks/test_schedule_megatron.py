@@ -35,7 +35,7 @@ class Group:
 
 
 class StubCommunicator:
-    """A stub of Megatron's point-to-point stub that sends and receives nothing."""
+    """A stub of Megatron's point-to-point communicator that sends and receives nothing."""
 
     def __init__(self, pipeline, rank, config):
         self.pp_group, self.config = Group(pipeline.stages, rank), config
