@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.locking import is_locked
+from support.pinning import is_pinned
 
 from fgoffload import HostMemory, StateError
 from fgoffload.engine import AcceleratorDevice, Hazard
@@ -41,13 +41,13 @@ def test_the_system_counts_the_bytes_that_were_reserved_and_no_power_of_two(devi
     reserved_bytes = arena.reserved_bytes
     assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up it would be 2 GiB
     assert abs(read_resident_bytes() - before - reserved_bytes) < SLACK_BYTES
-    assert all(is_locked(block.parts[0]) for block in blocks)
+    assert all(is_pinned(block.parts[0]) for block in blocks)
     blocks.clear()
     arena.close()
     assert read_resident_bytes() - before < SLACK_BYTES
 
 
-def test_shapes_that_change_reuse_what_is_locked(device):
+def test_shapes_that_change_reuse_what_is_pinned(device):
     arena = HostArena(device, budget=GIB)
     whole = arena.find_block(200 * MIB)
     del whole
@@ -65,7 +65,7 @@ def test_a_block_of_several_parts_is_reloaded_bitwise_identical(device):
     del blocks[::2]
     block = arena.find_block(30 * MIB - 100)
     assert len(block.parts) > 3
-    assert all(is_locked(part) for part in block.parts)
+    assert all(is_pinned(part) for part in block.parts)
     source = torch.randint(0, 256, (30 * MIB - 100,), device="cuda", dtype=torch.uint8)
     back = torch.zeros_like(source)
     written = device.record_event(device.current_stream())
@@ -126,5 +126,5 @@ def test_memory_that_nobody_has_is_one_clear_error(device):
 
 def test_pageable_memory_is_not_locked():
     slab = AcceleratorDevice(host_memory=HostMemory.PAGEABLE).allocate_host(MIB)
-    assert not is_locked(slab.buffer)
+    assert not is_pinned(slab.buffer)
     slab.close()

@@ -1,5 +1,5 @@
 import pytest
-from support.machines import PROBE_OUTPUT, SMI, VERSIONS, Answers, make_machine, write
+from support.machines import PROBE_OUTPUT, SMI, VERSIONS, CommandOutputs, make_machine, write
 
 from fgoffload.doctor import CommandResult, Status, check_machine
 from fgoffload.doctor.machine import CopyRates
@@ -67,7 +67,7 @@ def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
         ({"try_pinning": lambda: "CUDA could not pin"}, "pinned memory", Status.ERROR, "ulimit -l unlimited"),
         ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
         ({"measure_copies": lambda index: CopyRates(d2h=53e9, h2d=12e9)}, "GPU 0: copy rates", Status.WARNING, ""),
-        ({"run": Answers(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),
+        ({"run": CommandOutputs(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),
     ],
 )
 def test_problems_have_a_status_and_a_fix(tmp_path, changes, name, status, message):
@@ -77,7 +77,7 @@ def test_problems_have_a_status_and_a_fix(tmp_path, changes, name, status, messa
 
 
 def test_copy_rates_are_compared_with_the_active_lanes_and_missing_lanes_warn(tmp_path):
-    answers = Answers(smi=CommandResult(0, SMI.replace("5, 16, 16", "5, 8, 16")))
+    answers = CommandOutputs(smi=CommandResult(0, SMI.replace("5, 16, 16", "5, 8, 16")))
     machine = make_machine(tmp_path, run=answers.run, measure_copies=lambda index: CopyRates(d2h=25e9, h2d=26e9))
     rows = {result.name: result for result in check_machine(machine)}
     link, rates = rows["GPU 0: link to the host"], rows["GPU 0: copy rates"]
@@ -90,7 +90,7 @@ def test_gpus_have_the_indices_of_torch(tmp_path):
     write(tmp_path / "sys/bus/pci/devices/0000:18:00.0/numa_node", "1\n")
     machine = make_machine(
         tmp_path,
-        run=Answers(smi=CommandResult(0, SMI + other)).run,
+        run=CommandOutputs(smi=CommandResult(0, SMI + other)).run,
         count_gpus=lambda: 2,
         find_gpu_uuid=lambda index: ["GPU-bbbb", "GPU-aaaa"][index],
     )
@@ -102,7 +102,7 @@ def test_gpus_have_the_indices_of_torch(tmp_path):
 def test_host_memory_is_divided_by_gpus_unless_a_launcher_sets_the_ranks(tmp_path, monkeypatch):
     assert "60.00 GiB a rank" in check(tmp_path, "host memory").found
     rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
-    two_gpus = {"run": Answers(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
+    two_gpus = {"run": CommandOutputs(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
     two_gpus["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
     assert "60% of free memory, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two_gpus).found
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
@@ -132,14 +132,14 @@ def test_environment_variables_are_checked(tmp_path, environment, name, status, 
 
 def test_a_failed_attention_probe_is_an_error_with_its_last_line(tmp_path):
     failed_probe = CommandResult(1, "Traceback (most recent call last):\nImportError: libcudnn.so.9: cannot open\n\n")
-    row = check(tmp_path, "attention kernel", run=Answers(probe=failed_probe).run)
+    row = check(tmp_path, "attention kernel", run=CommandOutputs(probe=failed_probe).run)
     assert row.status is Status.ERROR
     assert row.found.endswith("ImportError: libcudnn.so.9: cannot open")
 
 
 def test_two_cudnns_in_one_process_are_an_error_with_variables_to_set(tmp_path):
     output = PROBE_OUTPUT + "7f06-7f07 r-xp 00000000 08:01 14 /usr/lib/x86_64-linux-gnu/libcudnn.so.9.5.1\n"
-    row = check(tmp_path, "cuDNN", run=Answers(probe=CommandResult(0, output)).run)
+    row = check(tmp_path, "cuDNN", run=CommandOutputs(probe=CommandResult(0, output)).run)
     assert row.status is Status.ERROR
     assert "/usr/lib/x86_64-linux-gnu and" not in row.found.split(" and ")[0]
     assert "CUDNN_HOME=/usr/lib/python3/nvidia/cudnn " in row.fix

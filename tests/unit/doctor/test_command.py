@@ -1,7 +1,7 @@
 import json
 
 import pytest
-from support.machines import Answers, make_machine
+from support.machines import CommandOutputs, make_machine
 
 from fgoffload import doctor
 from fgoffload.cli import main
@@ -20,7 +20,7 @@ def replace_machine(monkeypatch, tmp_path):
 
 
 def test_an_error_exits_with_code_1(replace_machine, capsys):
-    replace_machine(run=Answers(probe=CommandResult(1, "ImportError: none")).run)
+    replace_machine(run=CommandOutputs(probe=CommandResult(1, "ImportError: none")).run)
     assert main(["doctor"]) == 1
     assert "error" in capsys.readouterr().out
 

@@ -24,7 +24,7 @@ from fgoffload.engine import Hazard
 
 pytestmark = pytest.mark.quick
 
-SCHEDULES = schedules.ON_ONE_STREAM + stream_schedules.ON_SEVERAL_STREAMS + graph_schedules.IN_GRAPHS
+SCHEDULES = schedules.ON_ONE_STREAM + stream_schedules.ON_SEVERAL_STREAMS + graph_schedules.GRAPH_SCHEDULES
 
 
 def sees_nothing():

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layer_models import HOLDING, PLAIN, TENSORS, UNITS
+from support.layer_models import PLAIN, TENSORS, UNITS, WITH_HOLD_WAIT
 
 from fgoffload import Action, PlanError
 from fgoffload.planner.simulation.choice_rules import check_choice
@@ -48,7 +48,7 @@ def choices(draw):
 @settings(deadline=None, max_examples=100)
 @given(choices(), st.sampled_from((0, 31, 145)))
 def test_every_tensor_is_kept_offloaded_or_recomputed(actions, min_offloaded_numel):
-    resolved = resolve_layer(HOLDING, actions, min_offloaded_numel=min_offloaded_numel)
+    resolved = resolve_layer(WITH_HOLD_WAIT, actions, min_offloaded_numel=min_offloaded_numel)
     names = [one.tensor.name for one in (*resolved.kept, *resolved.offloaded)]
     recomputed = [one.tensor.name for recompute in resolved.recomputes for one in recompute.tensors]
     remade = [name for name in recomputed if not name.startswith("extra")]
