@@ -6,7 +6,7 @@ Each scenario puts one piece of work behind a sleep, so that only the wait in qu
 import pytest
 import torch
 from support.hostile import HostileGpu
-from support.programs import have_same_bits
+from support.programs import are_bitwise_identical
 from support.scenarios import LATE_MS, SCENARIOS, Bench, Scenario, make_engine, saved_again_after_it_left
 
 from fgoffload.engine import Hazard
@@ -34,7 +34,7 @@ def is_right(
     # Once in vain: the driver loads kernels when they are first used, and may wait for all streams then.
     run(hazard, scenario, HostileGpu(), has_engine=True)
     found = run(hazard, scenario, HostileGpu(left_out=left_out), has_engine=True, late_ms=late_ms)
-    return have_same_bits(expected, found)
+    return are_bitwise_identical(expected, found)
 
 
 OF_GRAPHS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}

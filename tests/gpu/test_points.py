@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.hostile import HostileGpu
 from support.points import POINTS, Case, fail_in_backward, plain
-from support.programs import check_is_telling, have_same_bits
+from support.programs import are_bitwise_identical, check_can_reveal_faults
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import AcceleratorDevice, Device, OffloadEngine
@@ -43,16 +43,16 @@ def close(engine: OffloadEngine) -> None:
 def test_bits_are_the_same_with(name):
     case, engine = Case("cuda"), make_engine()
     expected = case.run(POINTS[name], None)
-    check_is_telling(expected)
+    check_can_reveal_faults(expected)
     for _ in range(2):
-        assert have_same_bits(expected, case.run(POINTS[name], engine))
+        assert are_bitwise_identical(expected, case.run(POINTS[name], engine))
     close(engine)
 
 
 def test_a_graph_that_is_kept_gives_the_same_bits_in_each_of_three_backwards():
     case, engine = Case("cuda"), make_engine()
     expected = case.run(plain, None, backwards=3)
-    assert have_same_bits(expected, case.run(plain, engine, backwards=3))
+    assert are_bitwise_identical(expected, case.run(plain, engine, backwards=3))
     close(engine)
 
 
@@ -62,7 +62,7 @@ def test_pageable_host_memory_gives_the_same_bits(prefetch_bytes):
     case, engine = Case("cuda"), make_engine(device, prefetch_bytes=prefetch_bytes)
     expected = case.run(plain, None)
     for _ in range(3):
-        assert have_same_bits(expected, case.run(plain, engine))
+        assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 
@@ -74,7 +74,7 @@ def test_a_step_on_a_side_stream_gives_the_same_bits():
         with torch.cuda.stream(side):
             found = case.run(plain, engine)
         torch.cuda.current_stream().wait_stream(side)
-        assert have_same_bits(expected, found)
+        assert are_bitwise_identical(expected, found)
     close(engine)
 
 
@@ -92,7 +92,7 @@ def test_two_threads_with_streams_of_their_own_share_an_engine(late):
             for _ in range(10):
                 found = cases[index].run(plain, engine, microbatch=index)
                 torch.cuda.current_stream().synchronize()
-                same.append(have_same_bits(expected[index], found))
+                same.append(are_bitwise_identical(expected[index], found))
         return same
 
     with ThreadPoolExecutor(2) as pool:
@@ -108,7 +108,7 @@ def test_an_exception_in_backward_leaves_nothing_and_the_next_step_is_right():
     with pytest.raises(ValueError, match="the user's own"):
         fail_in_backward(case, engine)
     check_nothing_is_left(engine)
-    assert have_same_bits(expected, case.run(plain, engine))
+    assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 
@@ -142,7 +142,7 @@ def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_right():
     with pytest.raises(torch.OutOfMemoryError, match="says the test"):
         run_full()
     check_nothing_is_left(engine)
-    assert have_same_bits(expected, case.run(plain, engine))
+    assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 

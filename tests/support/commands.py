@@ -54,7 +54,7 @@ def run_commands(
         codes = json.loads(first.stdout.splitlines()[-1])
     return [
         subprocess.CompletedProcess(command, code, out, err)
-        for command, code, (out, err) in zip(commands, codes, texts, strict=True)
+        for command, code, (out, err) in zip(commands, codes, outputs, strict=True)
     ]
 
 
