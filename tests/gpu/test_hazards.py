@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.hostile import HostileGpu
 from support.programs import are_bitwise_identical
-from support.scenarios import LATE_MS, SCENARIOS, Bench, Scenario, make_engine, saved_again_after_it_left
+from support.scenarios import LATE_MS, SCENARIOS, Bench, Scenario, make_engine, saved_again_after_its_offload
 
 from fgoffload.engine import Hazard
 
@@ -56,4 +56,4 @@ def test_without_its_wait_the_bits_differ(hazard):
 
 
 def test_a_storage_that_has_left_and_is_saved_again_on_another_stream_is_read_before_its_memory_goes():
-    assert is_right(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)
+    assert is_right(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_its_offload)
