@@ -1,3 +1,5 @@
+"""Tests that commands in the docs refer to existing subcommands, models, make targets and files."""
+
 import re
 import shlex
 from pathlib import Path

@@ -62,7 +62,7 @@ def test_every_example_has_expected_output():
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED_LINES])
-def test_an_example_prints_the_output_in_its_docstring(name):
+def test_an_example_prints_its_expected_output(name):
     missing = [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

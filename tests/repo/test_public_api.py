@@ -1,3 +1,5 @@
+"""Tests the public names, their documentation, and light imports."""
+
 import dataclasses
 import json
 import runpy

@@ -72,9 +72,9 @@ class FailingCpuDevice(DelayedCpuDevice):
             self._is_busy = False
 
 
-def run_out_of_memory() -> torch.OutOfMemoryError:
+def make_out_of_memory_error() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def refuse_to_lock() -> StateError:
+def fail_to_pin() -> StateError:
     return StateError("CUDA could not pin 256.00 MiB of host memory.")

@@ -1,3 +1,5 @@
+"""Tests `fgoffload train`, and the options and messages that all commands share."""
+
 import importlib.metadata
 import json
 import logging

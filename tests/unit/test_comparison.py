@@ -1,3 +1,5 @@
+"""Tests the comparison of runs with and without offload, and results merged over ranks."""
+
 import pytest
 
 from fgoffload.cli.comparison import RunRecord, merge_ranks

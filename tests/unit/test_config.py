@@ -1,3 +1,5 @@
+"""Tests `OffloadConfig`: its fields, flags and errors."""
+
 import argparse
 from pathlib import Path
 

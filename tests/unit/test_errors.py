@@ -1,3 +1,5 @@
+"""Tests the error classes and the suggested budget."""
+
 import pytest
 
 from fgoffload import errors

@@ -1,3 +1,5 @@
+"""Tests `OffloadPlan`: JSON, fractions, and the checks of a plan file."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests the limits of `TransferPolicy`: window and prefetch."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,3 +1,5 @@
+"""Tests scripts run by `fgoffload run`: arguments, environment, exit codes and tracebacks."""
+
 import sys
 
 import pytest

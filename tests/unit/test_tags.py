@@ -1,3 +1,5 @@
+"""Tests the registry of tags, and the recompute units."""
+
 import re
 
 import pytest

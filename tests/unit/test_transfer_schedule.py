@@ -139,7 +139,7 @@ def test_a_group_that_ends_after_a_later_group_is_reached_at_its_end():
     assert reach(schedule, lane, 0) == [("", "a")]
 
 
-def test_groups_are_dropped_when_backward_leaves_the_next_group():
+def test_groups_are_dropped_when_backward_has_passed_the_next_group():
     lane = ToyLane("a", "b", "c")
     first, second, third = lane.groups
     assert [lane.leave(position) for position in (3, 2, 1, 1, 0)] == [[], [], [third], [], [second]]

@@ -1,3 +1,5 @@
+"""Tests parsing and formatting of sizes."""
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

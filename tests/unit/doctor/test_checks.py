@@ -1,3 +1,5 @@
+"""Tests each check of `fgoffload doctor` on fake machines."""
+
 import pytest
 from support.machines import PROBE_OUTPUT, SMI, VERSIONS, CommandOutputs, make_machine, write
 

@@ -1,3 +1,5 @@
+"""Tests the exit code and the JSON of `fgoffload doctor`."""
+
 import json
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests applying offload to a script: GPU selection and errors."""
+
 import pytest
 import torch
 

@@ -1,3 +1,5 @@
+"""Tests reading flags with Megatron-LM's own parser."""
+
 import argparse
 import sys
 from types import ModuleType

@@ -1,3 +1,5 @@
+"""Tests separating our flags from the arguments of a script."""
+
 import argparse
 
 import pytest

@@ -1,3 +1,5 @@
+"""Tests model shapes: experts of MTP layers, and errors of invalid shapes."""
+
 import dataclasses
 
 import pytest
