@@ -241,8 +241,9 @@ def measure(
     with SETTINGS[name](model) as handle:
         warm_up(model, tokens, options, handle, row)
         seconds, moved, peaks = [], (0, 0), [0]
+        gc.collect()
+        gc.disable()  # a collection in or before a step would slow the CPU
         for _ in range(options.steps):
-            gc.collect()
             synchronize()
             if DEVICE.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()  # in each step, since a budget's compared steps reset them too
@@ -254,6 +255,7 @@ def measure(
             if hasattr(handle, "stats"):
                 stats = handle.stats()
                 moved = stats.d2h_bytes, stats.h2d_bytes
+        gc.enable()
         row.peak_gib = max(peaks) / GIB
         step_s = statistics.median(seconds)
         row.digest = find_digest(model, tokens)

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Sequence
 
 from fgoffload.plan import NOTHING, OffloadPlan
-from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
+from fgoffload.planner.ranks.rank_model import NOT_LATE, HostPace, RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
@@ -51,7 +51,7 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
         return slow_down(ranks, LAUNCH_BOUND_SLOWDOWN)
     slowdowns = [min(rank.link.compute_slowdown, COMPUTE_SLOWDOWN) for rank in ranks]
     links = [dataclasses.replace(rank.link, compute_slowdown=one) for rank, one in zip(ranks, slowdowns, strict=True)]
-    return tuple(dataclasses.replace(rank, link=link, late_group_s=0.0) for rank, link in zip(ranks, links, strict=True))
+    return tuple(dataclasses.replace(rank, link=link, late=NOT_LATE) for rank, link in zip(ranks, links, strict=True))
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
@@ -63,7 +63,7 @@ def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
     link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
     # A host that runs a pass or more ahead hides its work per group.
     group_s = 0.0 if rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) else find_group_s(slowdown)
-    return dataclasses.replace(rank, link=link, late_group_s=max(rank.late_group_s, group_s))
+    return dataclasses.replace(rank, link=link, late=rank.late._replace(group_s=max(rank.late.group_s, group_s)))
 
 
 def find_group_s(slowdown: float) -> float:

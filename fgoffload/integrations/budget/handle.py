@@ -2,12 +2,14 @@
 
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
 second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
-timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle compares their peak
-and fastest time with the prediction, and repeats this at later steps that are powers of two. All processes do so in the same
-steps, since they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
-measures the model again in that forward; several processes do so in the next compared step.
+timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
+planner's model with their peak and shortest time, and plans once more. It compares later steps that are powers of two with the
+prediction. All processes do so in the same steps, since they exchange their readings. A forward whose input is larger than
+planned offloads everything. A single process measures the model again in that forward; several processes do so in the next
+compared step.
 """
 
+import contextlib
 import functools
 import logging
 import time
@@ -22,8 +24,17 @@ from fgoffload.engine.identity import get_key
 from fgoffload.engine.torch_internals import queue_after_backward, skip
 from fgoffload.errors import BudgetError, ConfigError
 from fgoffload.integrations.budget.layers import find_parts
+from fgoffload.integrations.budget.loss import LossMeter
 from fgoffload.integrations.budget.memory import Memory, PeakMeter, check_memory, find_budget, find_meter
-from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, describe, make_first_plan, merge_blocks
+from fgoffload.integrations.budget.plans import (
+    BudgetPlan,
+    Planner,
+    StepReading,
+    describe,
+    make_first_plan,
+    merge_blocks,
+    merge_readings,
+)
 from fgoffload.integrations.budget.trial import REST, MeasuredBlock, State, Trial
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
@@ -39,14 +50,14 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
-_FAR = 0.02
-"""Relative error of the predicted peak above which the handle makes a new plan."""
 _EARLY = 3
 """Number of steps at the start of a plan in which the peak is compared with the budget."""
 _SETTLED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
-"""Number of timed steps, of which `_SETTLED` is the last. Only the fastest counts, since the CPU may delay a single step."""
+"""Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
+_FASTER = 0.005
+"""Fraction of a step by which a plan must be predicted to be faster to replace another plan that fits the budget."""
 _ALIKE = 0.9
 """Fraction of the planned input size below which a step is not compared with the prediction."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
@@ -65,6 +76,7 @@ class BudgetOffload(ModelOffload):
         """Plan in use. None until the second step."""
         self._planner: Planner | None = None
         self._blocks: dict[int, MeasuredBlock] = {}
+        self._gradient_bytes: dict[int, int] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
         self._step = self._planned_at = self._corrections = 0
@@ -72,8 +84,13 @@ class BudgetOffload(ModelOffload):
         """Whether this step reruns each layer."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
-        self._start_s, self._start_bytes, self._peak_bytes, self._step_s = 0.0, 0, 0, 0.0
-        super().__init__(model, find_parts(model), config, device=device)
+        self._start_s, self._start_bytes = 0.0, 0
+        self._loss: LossMeter | None = None
+        """Meter of this step, if it is compared or measured."""
+        self._reading = StepReading(0)
+        sites = find_parts(model)
+        self._last_layer = max(site.layer for site in sites)
+        super().__init__(model, sites, config, device=device)
 
     def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
         """Return whether `offload` with these arguments would create an equal handle."""
@@ -96,8 +113,11 @@ class BudgetOffload(ModelOffload):
             self._begin_step(module, inputs)
             return functools.partial(self._watch, forward)
         if tag == LAYER and self._measures:
-            return functools.partial(self._try_layer, module, forward, layer)
-        return functools.partial(_recompute, forward) if self._find_action(layer, tag) in _RECOMPUTES else forward
+            forward = functools.partial(self._try_layer, module, forward, layer)
+        elif self._find_action(layer, tag) in _RECOMPUTES:
+            forward = functools.partial(_recompute, forward)
+        is_last = tag == LAYER and layer == self._last_layer and self._loss is not None
+        return functools.partial(self._run_last_layer, forward) if is_last else forward
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> Any:
@@ -133,8 +153,9 @@ class BudgetOffload(ModelOffload):
             self._meter = find_meter(engine, model)
             self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
         self._step += 1
+        has_gradients = any(one.grad is not None for one in model.parameters())
         if self._is_compared(self._step - 1) or self._measures:
-            self._compare(self._meter)
+            self._compare(self._meter, has_gradients=has_gradients)
         self._numel = sum(tensor.numel() for tensor in list_tensors(inputs))
         needs_trial = self.planned is None or self._numel > self._tried_numel
         if self._step == 1 or (needs_trial and is_alone()):
@@ -143,11 +164,18 @@ class BudgetOffload(ModelOffload):
             self._measures = any(gather(needs_trial))
         if self._measures:
             self._blocks.clear()
+            self._gradient_bytes = {
+                layer: self._meter.count_new_gradients(module)
+                for find, tag, layer, _ in self._sites
+                if tag == LAYER and (module := find()) is not None
+            }
+        self._loss = None
         if self._measures or self._is_compared(self._step):
             self._start_s = self._read_clock()
             self._start_bytes, _ = self._meter.read()
             self._meter.pop_peak()
-            self._peak_bytes, self._step_s = 0, 0.0
+            self._loss = LossMeter(engine.device, self._meter)
+            self._reading = StepReading(0, has_gradients=has_gradients)
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
@@ -160,19 +188,33 @@ class BudgetOffload(ModelOffload):
 
     def _watch(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward. Read peak and time at the end of its backward, before the optimizer runs."""
-        if self._meter is None or not (self._measures or self._is_compared(self._step)):
-            return forward(*args, **kwargs)
-        with self._meter.watch():
+        meter, loss = self._meter, self._loss
+        with contextlib.nullcontext() if meter is None or loss is None else meter.watch():
             output = forward(*args, **kwargs)
+        self._end_forward()
         tensor = find_tensor(output)
-        if tensor is not None:
+        if loss is not None and tensor is not None:
+            loss.note()
             tensor.register_hook(lambda _: queue_after_backward(self._end_step))  # type: ignore[no-untyped-call]
         return output
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _end_forward(self) -> None:
+        """Free offloaded tensors before memory peaks in the backward of the loss, or keep those that backward needs first."""
+        forward = find_running(self)
+        if forward is not None and self.planned is not None:
+            forward.expect_backward(window_bytes=self.planned.plan.loss_window_bytes)
+
+    def _run_last_layer(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if self._loss is not None:
+            self._loss.begin(output)
+        return output
+
     def _end_step(self) -> None:
-        if self._meter is not None:
-            self._peak_bytes = self._meter.pop_peak()
-            self._step_s = self._read_clock() - self._start_s
+        if self._meter is not None and self._loss is not None:
+            step_s = self._read_clock() - self._start_s
+            self._reading = self._reading._replace(peak_bytes=self._meter.pop_peak(), step_s=step_s, loss=self._loss.read())
 
     @skip
     def _try_layer(self, module: torch.nn.Module, forward: Callable[..., Any], layer: int, /, *args: Any, **kwargs: Any) -> Any:
@@ -185,21 +227,22 @@ class BudgetOffload(ModelOffload):
         with meter.excluded():
             self._trial = Trial(self.get_engine().device, module, parameters, meter.read)
             try:
-                self._blocks[layer] = self._trial.run(forward, args, kwargs, output, before)
+                block = self._blocks[layer] = self._trial.run(forward, args, kwargs, output, before)
+                block.gradient_bytes = self._gradient_bytes.get(layer, 0)
             finally:
                 self._trial = None
         return output
 
-    def _compare(self, meter: PeakMeter) -> None:
+    def _compare(self, meter: PeakMeter, *, has_gradients: bool) -> None:
         """Plan after a measured step, or correct the plan after a compared step. All processes must call this together."""
-        grown_bytes = max(0, meter.read()[0] - self._start_bytes) if self.planned is None else 0
-        reading = StepReading(self._peak_bytes and self._peak_bytes + grown_bytes, self._step_s)
-        readings = gather(reading)
-        reading = StepReading(max(one.peak_bytes for one in readings), max(one.step_s for one in readings))
+        readings = gather(self._reading)
         if min(one.peak_bytes for one in readings) == 0:
             return  # no backward followed; if this forward was measured, the next one is measured instead
+        reading = merge_readings(readings)
         if self._measures:
-            self._plan(reading)
+            grown_bytes = max(gather(max(0, meter.read()[0] - self._start_bytes))) if self.planned is None else 0
+            has_gradients = reading.has_gradients or any(gather(has_gradients))
+            self._plan(reading._replace(peak_bytes=reading.peak_bytes + grown_bytes, step_s=0.0, has_gradients=has_gradients))
             return
         planned, planner = self.planned, self._planner
         if planned is None or planner is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
@@ -208,17 +251,16 @@ class BudgetOffload(ModelOffload):
         if _SETTLED - _TIMED < age <= _SETTLED:
             self._times_s.append(reading.step_s)
             reading = reading._replace(step_s=min(self._times_s))
-        planned.measured = reading
-        # Correct a plan within the budget at most once. Otherwise two plans with different errors would alternate.
-        is_far = abs(reading.peak_bytes - planned.peak_bytes) > _FAR * planned.peak_bytes
+        planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
         is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
-        if is_above or (age == _SETTLED and is_far and not self._corrections):
+        if age == _SETTLED:
+            planned.peak_bytes, planned.step_s = planner.fit(planned.plan, reading)
+        elif is_above:
+            planner.fit(planned.plan, reading._replace(step_s=0.0))
+        # Replace a plan within the budget at most once. Otherwise two plans with different errors would alternate.
+        if is_above or (age == _SETTLED and not self._corrections):
             self._corrections += 1
-            self._correct(planned, planner, reading)
-        elif age == _SETTLED:
-            planned.step_s = planner.fit(planned.plan, reading)
-        elif age < _SETTLED:
-            planned.measured = reading._replace(step_s=0.0)
+            self._plan_again(planned, planner, reading.peak_bytes)
 
     def _plan(self, reading: StepReading) -> None:
         numel = max(gather(self._numel))
@@ -239,7 +281,7 @@ class BudgetOffload(ModelOffload):
             budget_bytes=min(gather(self._budget_bytes)),
             config=self.config,
         )
-        planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), StepReading(reading.peak_bytes, 0.0))
+        planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), reading)
         planned = ask_first(planner.solve)
         self._measures, self._tried_numel, self._corrections = False, numel, 0
         if isinstance(planned, BudgetError):
@@ -253,21 +295,19 @@ class BudgetOffload(ModelOffload):
         engine.set_policy(self._policy)
         logger.info("%s", self.explain())
 
-    def _correct(self, planned: BudgetPlan, planner: Planner, reading: StepReading) -> None:
-        logger.info(
-            "%s reached a peak of %s, but the plan predicted %s. Planning again.",
-            self.name,
-            format_bytes(reading.peak_bytes),
-            format_bytes(planned.peak_bytes),
-        )
-        planner.fit(planned.plan, reading._replace(step_s=0.0))
-        found = ask_first(planner.solve)
+    def _plan_again(self, planned: BudgetPlan, planner: Planner, peak_bytes: int) -> None:
+        """Replace `planned` if its measured peak exceeds the budget, or if another plan is faster."""
+        found, is_above = ask_first(planner.solve), peak_bytes > self._budget_bytes
         if isinstance(found, BudgetError):
-            planned.is_best_effort = True
-            logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
+            planned.is_best_effort = is_above
+            if is_above:
+                logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
             return
-        self.planned, self._planned_at, self._times_s = found, self._step, []
-        logger.info("%s", self.explain())
+        if is_above or found.step_s < (1 - _FASTER) * planned.step_s:
+            why = "exceeded the budget" if is_above else "can follow a faster plan"
+            logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
+            self.planned, self._planned_at, self._times_s = found, self._step, []
+            logger.info("%s", self.explain())
 
     def _derive_policy(self, lane: Lane) -> None:
         """Derive the policy until there is a plan. Later steps use the plan's policy."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from fgoffload.engine import ActivationLedger, OffloadEngine
 from fgoffload.errors import ConfigError
@@ -40,6 +41,13 @@ class PeakMeter:
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
 
+    @torch.no_grad()
+    def count_new_gradients(self, module: torch.nn.Module) -> int:
+        """Return the bytes of gradients of `module` that do not exist yet, in this process."""
+        missing = [one for one in module.parameters() if one.requires_grad and one.grad is None]
+        local = [one.to_local() if isinstance(one, DTensor) else one for one in missing]
+        return sum(one.numel() * one.element_size() for one in local)
+
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
         """Exclude the bytes of the body from `pop_peak`."""
@@ -65,6 +73,9 @@ class _LedgerMeter(PeakMeter):
 
     def read(self) -> tuple[int, int]:
         return 0, 0
+
+    def count_new_gradients(self, module: torch.nn.Module) -> int:
+        return 0  # `pop_peak` counts all gradients as static
 
     def pop_peak(self) -> int:
         if self._ledger in self._engine.observers:

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from fgoffload.errors import BudgetError, ConfigError
+from fgoffload.integrations.budget.loss import LossReading
 from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock
 from fgoffload.plan import Action, OffloadPlan, Site
-from fgoffload.planner.ranks.layer_model import SavedTensor
+from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
 from fgoffload.planner.ranks.measured_layers import LAYER, LAYER_INPUT, LayerPart, MeasuredLayer, make_rank
-from fgoffload.planner.ranks.rank_model import LinkModel
+from fgoffload.planner.ranks.rank_model import LateCosts, LinkModel, NumberedLayer, RankModel
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.solver import solve
 from fgoffload.transfer_config import TransferConfig
@@ -24,16 +25,26 @@ _SAFETY = 1.05
 """Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
 memory of the loss as static, and was up to 4% too small."""
 
-_GROUP_S = 1e-4
-"""Assumed CPU time per offloaded group, in seconds. The GPU waits for it wherever a step is launch-bound. Without it, a plan
-prefers many small groups. Source: docs/results/host_overhead.md."""
+_LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)
+"""Assumed CPU times of offload, for which the GPU waits where a step is launch-bound. Without them, plans prefer many small
+groups. Source: docs/results/host_overhead.md, and profiles of the steps in docs/results/huggingface.md."""
 
 
 class StepReading(NamedTuple):
     """Peak memory and time of a forward and its backward in one process."""
 
     peak_bytes: int
-    step_s: float
+    step_s: float = 0.0
+    """0 if not measured. Then the time of `loss` is not valid either."""
+    loss: LossReading = LossReading()
+    has_gradients: bool = False
+    """Whether gradients existed before the step."""
+
+
+def merge_readings(readings: Sequence[StepReading]) -> StepReading:
+    """Return the maximum of each value over all processes."""
+    peaks, times, losses, has_gradients = zip(*readings, strict=True)
+    return StepReading(max(peaks), max(times), LossReading(*map(max, zip(*losses, strict=True))), any(has_gradients))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -73,22 +84,58 @@ class Planner:
             window_bytes=max(policy.window_bytes, largest_bytes), prefetch_bytes=max(policy.prefetch_bytes, largest_bytes)
         )
         """Window and prefetch sizes of the simulation. The plan must run with the same sizes."""
-        rank = make_rank(layers, link=link, static_bytes=0, policy=self.policy, host_budget_bytes=config.host_budget_bytes)
-        self._rank = dataclasses.replace(rank, min_offloaded_numel=0, late_group_s=_GROUP_S)
+        self._layers, self._link, self._host_budget_bytes = layers, link, config.host_budget_bytes
+        self._loss, self._between_s, self._end_s, self._static_bytes = LossReading(), 0.0, 0.0, 0
+        self._rank = self._make_rank()
 
-    def fit(self, plan: OffloadPlan, reading: StepReading) -> float:
-        """Correct static memory and the time outside the layers from a step of `plan`. Return the step's predicted seconds.
+    def fit(self, plan: OffloadPlan, reading: StepReading) -> tuple[int, float]:
+        """Correct the loss, static memory and the time outside the layers from a step of `plan`.
+
+        Returns the predicted peak bytes and seconds of such a step.
 
         A `reading` without a time corrects only the memory.
         """
-        found = simulate([self._rank], plan)
-        outside_s = max(0.0, reading.step_s - found.step_s) if reading.step_s else 0.0
-        self._rank = dataclasses.replace(
-            self._rank,
-            static_bytes=max(0, self._rank.static_bytes + reading.peak_bytes - found.peak_bytes),
-            step_end_s=self._rank.step_end_s + outside_s,
+        if reading.has_gradients:
+            self._layers = [dataclasses.replace(layer, gradient_bytes=0) for layer in self._layers]
+        if reading.step_s:
+            self._loss, self._between_s, self._end_s = reading.loss, 0.0, 0.0
+            self._between_s = max(0.0, reading.step_s - simulate([self._make_rank()], plan).step_s)
+            self._end_s = max(0.0, reading.step_s - simulate([self._make_rank()], plan).step_s)
+        else:
+            self._loss = reading.loss._replace(forward_s=self._loss.forward_s, backward_s=self._loss.backward_s)
+        found = simulate([self._make_rank()], plan)
+        self._static_bytes = max(0, self._static_bytes + reading.peak_bytes - found.peak_bytes)
+        self._rank = self._make_rank()
+        return reading.peak_bytes, found.step_s
+
+    def _make_rank(self) -> RankModel:
+        """Return the layers, followed by the loss as a layer without saved tensors."""
+        rank = make_rank(
+            self._layers,
+            link=self._link,
+            static_bytes=self._static_bytes,
+            policy=self.policy,
+            host_budget_bytes=self._host_budget_bytes,
         )
-        return found.step_s + outside_s
+        chunk = rank.chunks[0].replace_models(self._add_time_between)
+        segment = Segment(name="loss", **self._loss._asdict())
+        loss = NumberedLayer(number=len(chunk.layers), model=LayerModel(kind="loss", segments=(segment,), tensors=()))
+        return dataclasses.replace(
+            rank,
+            chunks=(dataclasses.replace(chunk, layers=(*chunk.layers, loss)),),
+            min_offloaded_numel=0,
+            step_end_s=self._end_s,
+            late=_LATE,
+        )
+
+    def _add_time_between(self, model: LayerModel) -> LayerModel:
+        """Add a layer's part of the time between layers, for example of FSDP's copies, to its last segment."""
+        part = self._between_s / sum(sum(one.forward_s + one.backward_s for one in layer.parts) for layer in self._layers)
+        *others, last = model.segments
+        last = dataclasses.replace(
+            last, forward_s=last.forward_s + part * model.forward_s, backward_s=last.backward_s + part * model.backward_s
+        )
+        return dataclasses.replace(model, segments=(*others, last))
 
     def solve(self) -> BudgetPlan | BudgetError:
         """Return the fastest plan that fits the budget, or an error with the smallest feasible budget."""
@@ -135,6 +182,7 @@ def _merge(same: Sequence[MeasuredBlock], choose: Callable[[list[float]], float]
         _merge_parts([one.whole for one in same], choose),
         {tag: _merge_parts([one.parts[tag] for one in same], choose) for tag in first.parts},
         [(max(size for size, _ in alike), alike[0][1]) for alike in sizes],
+        max(one.gradient_bytes for one in same),
     )
 
 
@@ -154,7 +202,8 @@ def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> l
     keys = []
     for block in blocks:
         refused = tuple((tag, part.refusal) for tag, part in block.parts.items())
-        keys.append((block.name, tuple(block.storages), refused, block.whole.refusal, block.whole.input))
+        kept = (block.whole.refusal, block.whole.input, block.gradient_bytes)
+        keys.append((block.name, tuple(block.storages), refused, kept))
         alike.setdefault(keys[-1], []).append(block)
     made = {
         key: _make_layer(_merge(same, statistics.median), number, min_offloaded_bytes)
@@ -189,6 +238,7 @@ def _make_layer(block: MeasuredBlock, number: int, min_offloaded_bytes: int) -> 
         # A storage that is only an input of a part or layer is saved only if that part or layer is recomputed.
         tensors=tuple(tensor for tensor in tensors if tensor.tags and tensor.tags != (LAYER_INPUT,)),
         input=None if whole.refusal is not None or whole.input is None else tensors[whole.input],
+        gradient_bytes=block.gradient_bytes,
     )
 
 

@@ -51,6 +51,8 @@ class MeasuredBlock:
     parts: dict[str, Measured]
     storages: list[tuple[int, tuple[str, ...]]]
     """Bytes of each saved storage and each input, with the parts that save it."""
+    gradient_bytes: int = 0
+    """Bytes of parameter gradients that its backward allocates."""
 
     @property
     def is_measured(self) -> bool:

@@ -229,6 +229,10 @@ class Forward:
         """Keep all tensors that autograd saves later on the device, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
+    def expect_backward(self, *, window_bytes: int | None) -> None:
+        """Prepare for backward, which runs next. See `OffloadEngine.expect_backward`."""
+        self._engine.expect_backward(self._saving.lane, window_bytes=window_bytes)
+
     def stop(self) -> None:
         """Stop receiving saved tensors. An interrupted `begin` or `finish` may precede this call."""
         self._around.restore()

@@ -49,6 +49,7 @@ class MeasuredLayer:
     input: SavedTensor | None = None
     """Input from which the whole layer is recomputed, or None if it cannot be recomputed. Its tags are `layer_input` and the
     parts that also save it."""
+    gradient_bytes: int = 0  # device bytes of parameter gradients that exist from its backward on; part of the static bytes
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]
@@ -60,6 +61,10 @@ class MeasuredLayer:
         """Return the layer for the simulator and the solver."""
         own_input = () if self.input is None else (self.input,)
         saved = {tensor.name: tensor for tensor in (*own_input, *self.tensors)}
+        if self.gradient_bytes:
+            # Static memory counts these gradients, so subtract them between the layer's forward and its backward.
+            last = self.parts[-1].name
+            saved["gradients"] = SavedTensor(name="gradients", tags=(last,), size_bytes=-self.gradient_bytes, stays=True)
         return LayerModel(
             kind=self.kind,
             segments=tuple(

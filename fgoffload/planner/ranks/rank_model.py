@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
 from fgoffload.planner.ranks.layer_model import LayerModel, Segment
@@ -58,6 +59,20 @@ class HostPace(enum.Enum):
     STEP_AHEAD = "a step ahead"  # the host launches the whole step before the first copy is done
 
 
+class LateCosts(NamedTuple):
+    """Delays of compute by offload on a launch-bound host."""
+
+    group_s: float = 0.0  # seconds per offloaded group
+    tensor_s: float = 0.0  # seconds per tensor of the group
+
+    def find(self, groups: int, tensors: int) -> float:
+        """Return the delay by `groups` that offload `tensors` in all, in seconds."""
+        return groups * self.group_s + tensors * self.tensor_s
+
+
+NOT_LATE = LateCosts()
+
+
 class Turn(enum.Enum):
     """How to handle copies still in flight to the host when a microbatch turns from forward to backward."""
 
@@ -99,7 +114,7 @@ class RankModel:
     turning_chunk: int | None = None
     """Chunk with the loss, where each microbatch's backward directly follows its forward; None on other ranks."""
     turn: Turn = Turn.PLAN  # handling of copies in flight at the loss, unless the plan sets a number of bytes
-    late_group_s: float = 0.0  # delay per offloaded group on a launch-bound host, in seconds
+    late: LateCosts = NOT_LATE
     has_engine: bool = True
     """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute:
     [Note: Tensors that dispatchers keep] in `layer_compiler`."""

@@ -77,6 +77,7 @@ class PlacedGroup(NamedTuple):
     bundles: tuple[int, ...]  # bundles that it offloads
     members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
     end_position: int  # number of groups of the chunk that began before this one ended
+    tensors: int  # number of tensors that it offloads
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

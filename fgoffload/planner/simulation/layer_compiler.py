@@ -142,6 +142,7 @@ class LayerCompiler:
                     bundles=tuple(bundle for one, bundle in self._bundles if one.offloaded_by == index),
                     members=tuple(bundle for one, bundle in self._bundles if group.tag in one.tensor.tags),
                     end_position=self._base + group.opened_before_end,
+                    tensors=len(group.tensors),
                 )
             )
         self._note_takes()

@@ -163,9 +163,9 @@ class RankRun(RankClock):
             self._link.submit(self._link.d2h, copy, self.clock_s)
             self._in_flight.append(InFlight(copy, lane, submitted, size_bytes))
             self._in_flight_bytes += size_bytes
-            if self._rank.late_group_s:
+            if late_s := self._rank.late.find(1, chunk.groups[number].tensors):
                 # Before the wait for the window, because only the device waits for that.
-                self._wait_until(self.clock_s + self._rank.late_group_s, Cause.LATE)
+                self._wait_until(self.clock_s + late_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
         self._execute(self._schedule.look_ahead())

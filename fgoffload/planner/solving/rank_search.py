@@ -5,16 +5,20 @@ rest of the plan, so we sweep at several prices per offloaded byte. `local_searc
 """
 
 import bisect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from fgoffload.planner.ranks.layer_model import LayerModel
-from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.ranks.rank_model import LateCosts, RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
 _COPY_PRICES = (0.03, 0.2, 0.4, 0.8)  # prices in the sweeps: fraction of the copy time to the host that counts as step time
+_SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
+
+Base = Mapping[int, Treatment]  # treatments by index of the layer
 
 
 class RankCost(NamedTuple):
@@ -36,7 +40,7 @@ class RankSearch:
         # A rank with few layers needs finer steps per layer to use its whole budget.
         parts, numel = max(20, 80 // max(len(self.slots), 1)), rank.min_offloaded_numel
         self.treatments: Mapping[LayerModel, Sequence[Treatment]] = {
-            layer: list_treatments(layer, min_offloaded_numel=numel, group_s=rank.late_group_s, parts=parts)
+            layer: list_treatments(layer, min_offloaded_numel=numel, late=rank.late, parts=parts)
             for layer in dict.fromkeys(slot.layer for slot in self.slots)
         }
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # per simulation
@@ -99,18 +103,36 @@ class RankSearch:
         return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
     def _sweep(self, budget_bytes: int) -> None:
-        """Find the first state within the budget at each copy price, by bisection."""
-        for price in _COPY_PRICES:
+        """Find the first state within the budget, by bisection, at each copy price and from each first state."""
+        for price, base in itertools.product(_COPY_PRICES, self._list_bases()):
             s_per_byte = price / self.rank.link.d2h_bytes_per_s
-            steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, s_per_group=self.rank.late_group_s)
+            steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, late=self.rank.late)
+            steps = [(place, treatment) for place, treatment in steps if place not in base]
 
-            def fits(count: int, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
-                chosen = dict(steps[:count])
+            def fits(count: int, base: Base = base, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
+                chosen = {**base, **dict(steps[:count])}
                 state = tuple(chosen.get(place, KEEP) for place in range(len(self.slots)))
                 return self.evaluate(state).peak_bytes <= budget_bytes
 
             if fits(len(steps)):
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)
+
+    def _list_bases(self) -> Iterator[Base]:
+        """Yield treatments to begin a sweep with: none, or large offloads spread evenly over the layers if each tensor costs time.
+
+        Copies of large groups take longer than a layer. Local search would have to change several layers at once to spread them.
+        """
+        yield {}
+        if not self.rank.late.tensor_s:
+            return
+        layer = self.slots[0].layer
+        offloads = [one for one in self.treatments[layer] if one.moved_bytes and not one.recompute_s]
+        if offloads:
+            most = max(offloads, key=lambda one: one.moved_bytes / self.rank.late.find(one.groups, one.tensors))
+            places = [place for place, slot in enumerate(self.slots) if slot.layer == layer]
+            for stride, offset in _SPREADS:
+                chosen = places[offset::stride]
+                yield from (dict.fromkeys(chosen[:count], most) for count in range(1, len(chosen) + 1))
 
 
 def _list_steps(
@@ -118,7 +140,7 @@ def _list_steps(
     treatments: Mapping[LayerModel, Sequence[Treatment]],
     *,
     s_per_moved_byte: float,
-    s_per_group: float,
+    late: LateCosts,
 ) -> list[tuple[int, Treatment]]:
     """Return indices of layers and their next treatments, in the order in which a rising price of device memory selects them.
 
@@ -128,7 +150,7 @@ def _list_steps(
     """
 
     def cost(one: Treatment) -> float:
-        return one.recompute_s + one.groups * s_per_group + one.moved_bytes * s_per_moved_byte
+        return one.recompute_s + late.find(one.groups, one.tensors) + one.moved_bytes * s_per_moved_byte
 
     curves = {layer: _list_curve(rows, cost) for layer, rows in treatments.items()}
     found = []

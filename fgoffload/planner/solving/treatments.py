@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from fgoffload.errors import PlanError
 from fgoffload.plan import Action
 from fgoffload.planner.ranks.layer_model import LayerModel
+from fgoffload.planner.ranks.rank_model import NOT_LATE, LateCosts
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import resolve_layer
 from fgoffload.tags import default_tags
@@ -27,6 +28,7 @@ class Treatment:
     kept_bytes: int = 0  # change in device bytes held from forward to backward; negative with offload or recompute
     moved_bytes: int = 0  # bytes offloaded and reloaded
     groups: int = 0  # number of copies in each direction
+    tensors: int = 0  # number of tensors that the groups offload
     recompute_s: float = 0.0  # seconds of recompute in backward
 
     def subtract(self, base: "Treatment") -> "Treatment":
@@ -36,6 +38,7 @@ class Treatment:
             kept_bytes=self.kept_bytes - base.kept_bytes,
             moved_bytes=self.moved_bytes - base.moved_bytes,
             groups=self.groups - base.groups,
+            tensors=self.tensors - base.tensors,
             recompute_s=self.recompute_s - base.recompute_s,
         )
 
@@ -51,13 +54,14 @@ def measure_treatment(layer: LayerModel, actions: Mapping[str, Action], *, min_o
         kept_bytes=resolved.kept_bytes - layer.saved_bytes,
         moved_bytes=resolved.moved_bytes,
         groups=sum(1 for group in resolved.groups if group.tensors),
+        tensors=sum(len(group.tensors) for group in resolved.groups),
         recompute_s=resolved.recompute_s,
     )
 
 
 @functools.lru_cache(maxsize=128)
 def list_treatments(
-    layer: LayerModel, *, min_offloaded_numel: int, group_s: float = 0.0, parts: int = 20
+    layer: LayerModel, *, min_offloaded_numel: int, late: LateCosts = NOT_LATE, parts: int = 20
 ) -> tuple[Treatment, ...]:
     """Return the treatments of a kind of layer that may be best for some budget. The first keeps everything.
 
@@ -68,7 +72,7 @@ def list_treatments(
         grown = [
             other for one in added for other in list_neighbours(layer, one.actions, min_offloaded_numel=min_offloaded_numel)
         ]
-        efficient = _drop_dominated(layer, [*found, *grown], group_s=group_s, parts=parts)
+        efficient = _drop_dominated(layer, [*found, *grown], late=late, parts=parts)
         known = {one.actions for one in found}
         found, added = efficient, [one for one in efficient if one.actions not in known]
     return (KEEP, *(one for one in found if one.actions))
@@ -106,7 +110,7 @@ def list_needs(name: str) -> tuple[str, ...]:
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
-def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: float, parts: int) -> list[Treatment]:
+def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, late: LateCosts, parts: int) -> list[Treatment]:
     """Drop treatments that others dominate in recompute, memory and copies. Of equals, keep the one with the fewest actions."""
     import numpy as np
 
@@ -114,7 +118,7 @@ def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, group_s: f
     costs: dict[tuple[int, ...], Treatment] = {}
     for one in sorted(found, key=lambda one: len(one.actions)):
         cost = (
-            round((one.recompute_s + one.groups * group_s) / resolution_s),
+            round((one.recompute_s + late.find(one.groups, one.tensors)) / resolution_s),
             round(one.kept_bytes / resolution_bytes),
             round(one.moved_bytes / resolution_bytes),
         )

@@ -1,4 +1,4 @@
-"""Tests the accelerator device with stand-ins for torch's streams and events."""
+"""Tests the accelerator device with fake torch streams and events."""
 
 import ctypes
 import dataclasses
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.quick
 
 
 class Event:
-    """Knows the stream on which it was recorded last."""
+    """Records the last stream that it was recorded on."""
 
     def __init__(self, device: torch.device, enable_timing: bool = False) -> None:  # noqa: FBT001, FBT002 - torch's
         self.stream = None
@@ -29,7 +29,7 @@ class Event:
 
 
 @pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch):
+def _fake_accelerator(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch, "Stream", lambda device: types.SimpleNamespace(device=device))
@@ -37,7 +37,7 @@ def _stand_ins(monkeypatch):
 
 
 class Stream:
-    """Notes what it waits for; before that, another thread may come between."""
+    """Records the events that it waits for; `interrupt` first runs on another thread."""
 
     def __init__(self, interrupt=lambda: None) -> None:
         self.waits: list[object] = []
@@ -50,32 +50,32 @@ class Stream:
         self.waits.append(event.stream)
 
 
-def test_waits_of_two_threads_at_once_are_each_for_their_own_stream():
+def test_concurrent_waits_on_two_threads_use_separate_events():
     device, second = AcceleratorDevice(), Stream()
     first = Stream(lambda: device.wait_stream(second, "another source", Hazard.SOURCE_UNWRITTEN))
     device.wait_stream(first, "source", Hazard.SOURCE_UNWRITTEN)
     assert (first.waits, second.waits) == (["source"], ["another source"])
 
 
-def test_an_event_in_use_is_not_recorded_again():
-    # A later query or wait would otherwise be about another copy.
+def test_an_event_is_not_reused_while_it_is_referenced():
+    # Otherwise a later query or wait would refer to another copy.
     device = AcceleratorDevice()
-    held = [device.record_event(f"copy {number}") for number in range(3)]
-    also_held = held[1]
-    del held[1]
+    events = [device.record_event(f"copy {number}") for number in range(3)]
+    also_referenced = events[1]
+    del events[1]
     later = [device.record_event(f"later copy {number}") for number in range(3)]
-    assert [point.event.stream for point in (held[0], also_held, held[1])] == ["copy 0", "copy 1", "copy 2"]
+    assert [point.event.stream for point in (events[0], also_referenced, events[1])] == ["copy 0", "copy 1", "copy 2"]
     assert [point.event.stream for point in later] == [f"later copy {number}" for number in range(3)]
 
 
 class Runtime:
-    """Stands for CUDA's runtime: copies at once, and keeps what it was asked."""
+    """A fake CUDA runtime that copies immediately and records all calls."""
 
     def __init__(self, status: int = 0) -> None:
-        self.asked: list[tuple[int, ...]] = []
+        self.calls: list[tuple[int, ...]] = []
 
         def copy(destination, source, nbytes, kind, stream):
-            self.asked.append((destination, source, nbytes, kind, stream))
+            self.calls.append((destination, source, nbytes, kind, stream))
             if status == 0:
                 ctypes.memmove(destination, source, nbytes)
             return status
@@ -85,7 +85,7 @@ class Runtime:
 
 @pytest.fixture
 def use_runtime(monkeypatch):
-    """Return a function that puts a `Runtime` in the place of CUDA's."""
+    """Return a function that replaces the CUDA runtime by a `Runtime`."""
 
     def use(runtime):
         monkeypatch.setattr(ctypes, "CDLL", lambda name: runtime)
@@ -93,7 +93,7 @@ def use_runtime(monkeypatch):
             torch.cuda, "Stream", lambda **names: types.SimpleNamespace(cuda_stream=names["stream_id"] * 16), raising=False
         )
         monkeypatch.setattr(
-            torch, "Stream", lambda device: Queue(stream_id=next(identifiers), device_index=0, device_type=1), raising=False
+            torch, "Stream", lambda device: RawStream(stream_id=next(identifiers), device_index=0, device_type=1), raising=False
         )
         return runtime
 
@@ -102,25 +102,25 @@ def use_runtime(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Queue:
-    """A stream of torch."""
+class RawStream:
+    """A torch stream."""
 
     stream_id: int
     device_index: int
     device_type: int
-    waits: ClassVar[list[tuple[int, int]]] = []  # of one test
+    waits: ClassVar[list[tuple[int, int]]] = []
 
     def wait_event(self, event):
         self.waits.append((self.stream_id, event.stream.stream_id))
 
     def __enter__(self):
-        raise AssertionError("the runtime is given the stream: to make it the current one takes the host time for nothing")
+        raise AssertionError("entering the stream wastes CPU time: the runtime receives it as an argument")
 
     def __exit__(self, *_):
-        raise AssertionError("it was entered")
+        raise AssertionError("the stream was entered")
 
 
-def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece_on_a_second_stream(use_runtime, monkeypatch):
+def test_pinned_copies_call_cudaMemcpyAsync_in_pieces_on_alternating_streams(use_runtime, monkeypatch):
     monkeypatch.setattr(cuda_copies, "PIECE_BYTES", 20)
     runtime = use_runtime(Runtime())
     device = AcceleratorDevice()
@@ -130,13 +130,13 @@ def test_a_copy_of_pinned_memory_is_queued_by_cuda_itself_and_every_second_piece
             device.copy_bytes(destination=destination, source=source, stream=stream)
         assert torch.equal(destination, source)
         destination.zero_()
-    offsets = [(to - destination.data_ptr(), origin - source.data_ptr(), *rest) for to, origin, *rest in runtime.asked]
+    offsets = [(to - destination.data_ptr(), origin - source.data_ptr(), *rest) for to, origin, *rest in runtime.calls]
     assert offsets[:3] == [(0, 0, 20, 4, 16), (20, 20, 20, 4, 48), (40, 40, 8, 4, 16)]
     assert offsets[3:] == [(0, 0, 20, 4, 32), (20, 20, 20, 4, 64), (40, 40, 8, 4, 32)]
-    assert Queue.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the one before it"
+    assert RawStream.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the previous one"
 
 
-def test_an_error_of_cuda_is_raised(use_runtime, monkeypatch):
+def test_a_cuda_error_is_raised(use_runtime, monkeypatch):
     use_runtime(Runtime(status=700))
     checked = []
     monkeypatch.setattr(torch.cuda, "check_error", checked.append)
@@ -146,7 +146,7 @@ def test_an_error_of_cuda_is_raised(use_runtime, monkeypatch):
 
 
 @pytest.mark.parametrize("is_on", [True, False])
-def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_runtime, monkeypatch):
+def test_copies_go_through_torch_when_its_cuda_sanitizer_is_enabled(is_on, use_runtime, monkeypatch):
     runtime = use_runtime(Runtime())
     sanitizer = types.SimpleNamespace(cuda_sanitizer=types.SimpleNamespace(enabled=is_on))
     monkeypatch.setitem(sys.modules, "torch.cuda._sanitizer", sanitizer)
@@ -154,11 +154,11 @@ def test_copies_go_through_torch_where_its_sanitizer_looks_for_them(is_on, use_r
     destination = torch.zeros(4)
     device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
     assert torch.equal(destination, torch.ones(4))
-    assert len(runtime.asked) == (0 if is_on else 1)
+    assert len(runtime.calls) == (0 if is_on else 1)
 
 
-def test_a_runtime_without_cudas_names_leaves_copies_to_torch(use_runtime):
-    use_runtime(types.SimpleNamespace())  # as ROCm's, whose functions begin with `hip`
+def test_copies_go_through_torch_if_the_runtime_lacks_cudaMemcpyAsync(use_runtime):
+    use_runtime(types.SimpleNamespace())  # as in ROCm, whose functions begin with `hip`
     device = AcceleratorDevice()
     destination = torch.zeros(4)
     device.copy_bytes(destination=destination, source=torch.ones(4), stream=device.d2h_stream)
@@ -166,10 +166,10 @@ def test_a_runtime_without_cudas_names_leaves_copies_to_torch(use_runtime):
     assert device.copying_on(device.d2h_stream) is device.d2h_stream
 
 
-class AnyStream:
-    """A stream of an accelerator that is not CUDA's: work is done when it is queued."""
+class ImmediateStream:
+    """A stream of an accelerator other than CUDA, on which work completes when it is queued."""
 
-    entered: ClassVar[list["AnyStream"]] = []
+    entered: ClassVar[list["ImmediateStream"]] = []
 
     def __init__(self, device: torch.device) -> None:
         self.waited = 0
@@ -178,21 +178,21 @@ class AnyStream:
         self.waited += 1
 
     def __enter__(self) -> None:
-        AnyStream.entered.append(self)
+        ImmediateStream.entered.append(self)
 
     def __exit__(self, *_: object) -> None:
-        AnyStream.entered.pop()
+        ImmediateStream.entered.pop()
 
 
-@pytest.fixture(params=["privateuseone", "xpu"])  # the first is the one that torch_npu calls `npu`
+@pytest.fixture(params=["privateuseone", "xpu"])  # torch_npu renames the first to `npu`
 def other_accelerator(request, monkeypatch):
-    """An accelerator without host registration, raw streams, graphs and CUDA's runtime. Its memory is that of the CPU."""
+    """A fake accelerator in CPU memory, without host registration, raw streams, graphs and the CUDA runtime."""
 
     def refuse(*given, **names):
-        raise AssertionError("it is not CUDA")
+        raise AssertionError("a CUDA function was called")
 
     cpu, empty, pinned = torch.device("cpu"), torch.empty, []
-    compute = AnyStream(cpu)
+    compute = ImmediateStream(cpu)
 
     def allocate(*size, pin_memory=False, **names):
         pinned.extend(size if pin_memory else ())
@@ -203,10 +203,10 @@ def other_accelerator(request, monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", refuse, raising=False)
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     monkeypatch.setattr(
-        torch._C, "_accelerator_getStream", lambda index: AnyStream.entered[-1] if AnyStream.entered else compute
+        torch._C, "_accelerator_getStream", lambda index: ImmediateStream.entered[-1] if ImmediateStream.entered else compute
     )
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(request.param))
-    monkeypatch.setattr(torch, "Stream", AnyStream)
+    monkeypatch.setattr(torch, "Stream", ImmediateStream)
     monkeypatch.setattr(torch, "empty", allocate)
     monkeypatch.setattr(Event, "query", lambda event: True, raising=False)
     monkeypatch.setattr(Event, "synchronize", lambda event: None, raising=False)
@@ -216,7 +216,7 @@ def other_accelerator(request, monkeypatch):
     return types.SimpleNamespace(device=device, pinned=pinned)
 
 
-def test_an_accelerator_that_has_nothing_of_cudas_computes_the_same_bits(other_accelerator):
+def test_offload_on_an_accelerator_other_than_cuda_is_bitwise_identical(other_accelerator):
     device, net, inputs = other_accelerator.device, make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, PATTERNS, dataclasses.replace(ALL, is_timed=True), device=device) as handle:

@@ -1,4 +1,4 @@
-"""Tests the arena: exact sizes, no block used twice, and free ranges merged again."""
+"""Tests the arena: exact sizes, no block handed out twice, and free ranges merged."""
 
 import contextlib
 import threading
@@ -21,7 +21,7 @@ def make_arena(budget_bytes: int = 1 << 20, slab_bytes: int = 1 << 16, device: C
     return HostArena(device or CpuDevice(), budget=budget_bytes, slab_bytes=slab_bytes)
 
 
-def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_two():
+def test_a_block_has_the_requested_size_and_its_slab_is_rounded_only_to_512_bytes():
     arena = make_arena()
     block = arena.find_block(100_000)
     assert block.parts[0].shape == (100_000,)
@@ -29,7 +29,7 @@ def test_a_block_has_the_bytes_asked_for_and_slabs_are_not_rounded_to_powers_of_
     assert arena.used_bytes == 100_352
 
 
-def test_the_budget_is_never_exceeded_and_used_to_its_end():
+def test_the_whole_budget_can_be_used_and_is_never_exceeded():
     arena = make_arena(budget_bytes=10 * 512, slab_bytes=4 * 512)
     blocks = [arena.find_block(512) for _ in range(11)]
     assert [block is not None for block in blocks] == [True] * 10 + [False]
@@ -40,7 +40,7 @@ def test_the_budget_is_never_exceeded_and_used_to_its_end():
     assert arena.find_block(512) is not None
 
 
-def test_closing_with_a_block_in_use_is_a_fault_of_ours():
+def test_closing_with_a_block_in_use_raises_an_internal_error():
     arena = make_arena()
     block = arena.find_block(512)
     with pytest.raises(InternalError, match="closed with 512 bytes in use"):
@@ -51,14 +51,14 @@ def test_closing_with_a_block_in_use_is_a_fault_of_ours():
 
 
 class Read:
-    """The event after a copy to the device."""
+    """The event recorded after a copy to the device."""
 
     def __init__(self) -> None:
         self.is_done = False
 
 
 class ModelDevice(CpuDevice):
-    """Keeps its slabs in view, and lets events pass when it is told to."""
+    """Exposes its slabs, and completes events only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,10 +77,10 @@ class ModelDevice(CpuDevice):
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    """The arena against a model: for each unit of 512 bytes of each slab, who has it, and who may still read it."""
+    """Compares the arena with a model: the owner and the pending reads of each 512-byte unit of each slab."""
 
     min_part_bytes = MIN_PART_BYTES
-    """More than any block here has, so that no block is split."""
+    """Larger than any block here, so that no block is split."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.budget_bytes = budget_units * 512
         self.arena = HostArena(
             self.device,
-            budget=self.budget_bytes + 100,  # the last 100 bytes are no unit
+            budget=self.budget_bytes + 100,  # the last 100 bytes do not fill a unit
             slab_bytes=slab_units * 512,
             min_part_bytes=self.min_part_bytes,
         )
@@ -115,17 +115,17 @@ class ArenaMachine(RuleBasedStateMachine):
             units += [(slab, unit) for unit in range(first, first + max(1, -(-part.numel() // 512)))]
         return units
 
-    def find_longest_free(self) -> int:
+    def get_longest_free_bytes(self) -> int:
         runs = [len(run) for owners in self.owners for run in "".join(" x"[o is not None] for o in owners).split("x")]
         return 512 * max(runs, default=0)
 
     def may_refuse(self, needed_bytes: int) -> bool:
         if self.min_part_bytes == MIN_PART_BYTES:
-            return needed_bytes > max(self.find_longest_free(), self.budget_bytes - self.arena.reserved_bytes)
+            return needed_bytes > max(self.get_longest_free_bytes(), self.budget_bytes - self.arena.reserved_bytes)
         return needed_bytes > self.budget_bytes - self.arena.used_bytes
 
     @rule(size_bytes=st.one_of(st.integers(0, 600), st.integers(1, 12_000)))
-    def take(self, size_bytes):
+    def allocate(self, size_bytes):
         needed_bytes = max(1, -(-size_bytes // 512)) * 512
         may_refuse = self.may_refuse(needed_bytes)
         block = self.arena.find_block(size_bytes)
@@ -159,16 +159,16 @@ class ArenaMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
     def read(self, data):
-        _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would hold them
+        _, block = self.blocks[data.draw(st.integers(0, len(self.blocks) - 1))]  # a strategy of blocks would keep them alive
         before, block.place.last_read = block.place.last_read, Read()
         for slab, unit in self.list_units(block):
-            self.readers[slab][unit].discard(before)  # who waits for the last copy waits for those before it
+            self.readers[slab][unit].discard(before)  # waiting for the last copy includes the earlier ones
             self.readers[slab][unit].add(block.place.last_read)
         self.reads.append(block.place.last_read)
 
     @precondition(lambda self: self.reads)
     @rule(data=st.data())
-    def finish_a_read(self, data):
+    def complete_read(self, data):
         self.reads.pop(data.draw(st.integers(0, len(self.reads) - 1))).is_done = True
 
     @precondition(lambda self: not self.blocks)
@@ -198,7 +198,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 class SplittingArenaMachine(ArenaMachine):
-    """The same, with blocks of several parts: then every free byte of the budget can be used."""
+    """The same with blocks of several parts, so that every free byte of the budget is usable."""
 
     min_part_bytes = 512
 
@@ -206,14 +206,14 @@ class SplittingArenaMachine(ArenaMachine):
 for machine in (ArenaMachine, SplittingArenaMachine):
     machine.TestCase.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestWholeBlocks = ArenaMachine.TestCase
-TestBlocksOfSeveralParts = SplittingArenaMachine.TestCase
+TestMultiPartBlocks = SplittingArenaMachine.TestCase
 
 
 def make_split_arena(budget_units: int = 1 << 20, device: CpuDevice | None = None, *, part_units: int = 1) -> HostArena:
     return HostArena(device or CpuDevice(), budget=budget_units * 512, slab_bytes=512, min_part_bytes=part_units * 512)
 
 
-def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
+def test_each_part_of_a_block_is_paired_with_its_range_of_the_source():
     arena = make_split_arena(budget_units=5)
     blocks = [arena.find_block(512) for _ in range(5)]
     del blocks[::2]
@@ -228,7 +228,7 @@ def test_the_parts_of_a_block_are_paired_with_the_bytes_that_go_there():
     assert torch.equal(found, source)
 
 
-def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_and_joined():
+def test_splitting_and_merging_ranges_does_not_duplicate_pending_reads():
     arena = make_arena(budget_bytes=8 * 512, slab_bytes=8 * 512, device=ModelDevice())
     block = arena.find_block(8 * 512)
     block.place.last_read = Read()
@@ -240,7 +240,7 @@ def test_reads_that_never_pass_are_remembered_once_however_often_ranges_are_cut_
     assert len(arena.find_block(8 * 512).reads_to_wait_for) == 1
 
 
-def test_blocks_may_be_dropped_on_any_thread():
+def test_blocks_can_be_freed_on_any_thread():
     arena = make_arena()
     blocks = [arena.find_block(512) for _ in range(100)]
 

@@ -1,4 +1,4 @@
-"""Tests unusual uses of an autograd graph: backward twice, in part, in another order, of a gradient, or not at all."""
+"""Tests unusual uses of an autograd graph: second-order gradients, partial backward, dropped graphs and user hooks."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.quick
 NBYTES = 32 * 32 * 4
 POLICIES = {
     "eager": TransferPolicy(window_bytes=0, prefetch_bytes=0),
-    "ahead": TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20),
-    "behind": TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES),
+    "large prefetch": TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20),
+    "large window": TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES),
 }
 ENGINES = pytest.mark.parametrize(
     "make_both",
@@ -50,11 +50,11 @@ def check_drained(engine: OffloadEngine) -> None:
 
 
 def run_both(make_both, use) -> None:
-    """Check that `use(net, engine)` returns the same bits without and with an engine, and that nothing is left on the host."""
+    """Check that `use(net, engine)` is bitwise identical with and without an engine, and releases all host memory."""
     results = []
-    without, engine = make_both()
+    no_engine, engine = make_both()
     with without_the_cyclic_collector():
-        for one in (without, engine):
+        for one in (no_engine, engine):
             results.append([None if tensor is None else tensor.detach().clone() for tensor in use(Net(), one)])
         assert_same_bits(*results)
         assert engine.finish_step().d2h_bytes > 0
@@ -62,7 +62,7 @@ def run_both(make_both, use) -> None:
 
 
 @ENGINES
-def test_the_gradient_of_a_gradient_is_the_same(make_both):
+def test_second_order_gradients_are_bitwise_identical(make_both):
     def use(net, engine):
         left, right = net(engine)
         first = torch.autograd.grad((left + right).sum(), net.leaves, create_graph=True)
@@ -73,7 +73,7 @@ def test_the_gradient_of_a_gradient_is_the_same(make_both):
 
 
 @ENGINES
-def test_a_gradient_that_is_taken_inside_of_a_region_and_differentiated_again_is_the_same(make_both):
+def test_differentiating_a_gradient_computed_inside_a_region_is_bitwise_identical(make_both):
     def use(net, engine):
         def penalize(h: torch.Tensor) -> torch.Tensor:
             output = (h @ net.w).tanh()
@@ -88,8 +88,8 @@ def test_a_gradient_that_is_taken_inside_of_a_region_and_differentiated_again_is
 
 
 @ENGINES
-@pytest.mark.parametrize("moment", ["before", "after a backward", "in the middle of one"])
-def test_a_graph_that_is_dropped_gives_all_host_bytes_back(moment, make_both):
+@pytest.mark.parametrize("moment", ["before", "after a backward", "after a partial backward"])
+def test_dropping_a_graph_releases_all_host_memory(moment, make_both):
     _, engine = make_both()
     net = Net()
     with without_the_cyclic_collector():
@@ -97,13 +97,13 @@ def test_a_graph_that_is_dropped_gives_all_host_bytes_back(moment, make_both):
         assert engine.arena.used_bytes > 0
         if moment == "after a backward":
             torch.autograd.grad((left + right).sum(), net.x, retain_graph=True)
-        if moment == "in the middle of one":
+        if moment == "after a partial backward":
             torch.autograd.grad(left.sum(), net.w, retain_graph=True)
         del left, right
         check_drained(engine)
 
 
-def test_a_chain_of_two_thousand_regions_is_dropped_without_recursion():
+def test_dropping_a_chain_of_2000_regions_does_not_recurse():
     engine = make_engine(policy=POLICIES["eager"])
     with without_the_cyclic_collector():
         sites = Sites(engine)
@@ -114,7 +114,7 @@ def test_a_chain_of_two_thousand_regions_is_dropped_without_recursion():
         check_drained(engine)
 
 
-def test_hooks_of_the_user_on_tensors_and_nodes_see_the_same_gradients():
+def test_user_hooks_on_tensors_and_nodes_see_the_same_gradients():
     def use(engine):
         net, seen = Net(), []
         left, right = net(engine)
@@ -128,7 +128,7 @@ def test_hooks_of_the_user_on_tensors_and_nodes_see_the_same_gradients():
     assert_same_bits(use(None), use(make_engine(DelayedCpuDevice())))
 
 
-def test_saved_tensor_hooks_of_the_user_inside_of_a_region_win_and_see_the_same_tensors():
+def test_user_saved_tensor_hooks_inside_a_region_take_precedence():
     def use(engine):
         packed = []
 
@@ -136,16 +136,16 @@ def test_saved_tensor_hooks_of_the_user_inside_of_a_region_win_and_see_the_same_
             packed.append(tensor.detach().clone())
             return tensor * 1
 
-        def function(h: torch.Tensor) -> torch.Tensor:
+        def compute(h: torch.Tensor) -> torch.Tensor:
             h = h.sin()
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 h = h.exp().tanh()
             return h.cos()
 
         x = leaf(32, 32)
-        Sites(engine)(function, x * 2).sum().backward()
+        Sites(engine)(compute, x * 2).sum().backward()
         return [*packed, x.grad]
 
     engine = make_engine(DelayedCpuDevice())
     assert_same_bits(use(None), use(engine))
-    assert engine.finish_step().tags["core_attn"].saved_tensors == 2  # of the sine and the cosine
+    assert engine.finish_step().tags["core_attn"].saved_tensors == 2  # by the sine and the cosine

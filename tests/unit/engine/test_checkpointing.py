@@ -1,4 +1,4 @@
-"""Tests checkpoints inside, outside and across regions: same bits, and no checkpoint undone."""
+"""Tests checkpoints inside, outside and across regions: bitwise identical, and no checkpoint loses its effect."""
 
 import contextlib
 import functools
@@ -21,7 +21,7 @@ NBYTES = 64 * 64 * 4
 
 
 class Net:
-    """Weights, and pieces of a model that save several storages each."""
+    """Weights, and a piece of a model that saves several storages."""
 
     def __init__(self, recompute: Callable) -> None:
         self.x, self.w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1).detach())
@@ -71,33 +71,33 @@ PLACES = (
     *(in_a_region, around_a_region, over_several_regions),
     *(nested_around_a_region, nested_in_a_region, region_in_checkpoint_in_region, watched_layers),
 )
-MOVED_STORAGES = dict.fromkeys(PLACES, 1) | {
+OFFLOADED_STORAGES = dict.fromkeys(PLACES, 1) | {
     around_a_region: 0,
     over_several_regions: 0,
     nested_around_a_region: 0,
     region_in_checkpoint_in_region: 2,  # the checkpoint's input, and the exponential's output
     watched_layers: 3,  # the outputs of the hyperbolic tangents
 }
-EVERY_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
+EACH_PLACE = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.__name__)
 
 
 def run(place, net: Net, engine: OffloadEngine | None) -> tuple[list[torch.Tensor], int, int]:
-    """Return the gradients, how many tensors forward saved, and how often pieces ran."""
+    """Return the gradients, the number of tensors that forward saved, and how often `piece` ran."""
     ledger = ActivationLedger(parameters=net.leaves)
     with engine.observe(ledger) if engine else contextlib.nullcontext(), ledger.watch():
         output = place(net, Sites(engine))
         saves = ledger.samples[-1].position
-    output.sum().backward()  # a reentrant checkpoint knows no `torch.autograd.grad`
+    output.sum().backward()  # reentrant checkpoints do not support `torch.autograd.grad`
     return [tensor.grad for tensor in net.leaves], saves, net.runs
 
 
 def compare(place, recompute: Callable, make_device) -> int:
-    """Check that bits, saves and runs are the same without and with an engine, and return the bytes that left."""
+    """Check that results, saves and runs are the same with and without an engine, and return the offloaded bytes."""
     engine = make_engine(make_device(), policy=TransferPolicy(window_bytes=0, prefetch_bytes=NBYTES))
     expected, *numbers = run(place, Net(recompute), None)
     found, *numbers_with_engine = run(place, Net(recompute), engine)
     assert_same_bits(expected, found)
-    # More saves would be a checkpoint that was undone; more runs, one that recomputes twice.
+    # More saves mean that a checkpoint lost its effect; more runs, that it recomputes twice.
     assert numbers == numbers_with_engine
     assert not has_hooks()
     assert engine.arena.used_bytes == 0
@@ -105,17 +105,17 @@ def compare(place, recompute: Callable, make_device) -> int:
     return engine.finish_step().d2h_bytes
 
 
-# A reentrant checkpoint inside of another runs without grad at first.
+# A nested reentrant checkpoint runs without grad at first.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @KINDS
-@EVERY_PLACE
-def test_checkpoints_and_regions_in_any_nesting_give_the_same_bits_and_save_as_little(place, use_reentrant):
-    moved_bytes = compare(place, functools.partial(checkpoint, use_reentrant=use_reentrant), DelayedCpuDevice)
-    assert moved_bytes == MOVED_STORAGES[place] * NBYTES
+@EACH_PLACE
+def test_nested_checkpoints_and_regions_are_bitwise_identical_without_extra_saves(place, use_reentrant):
+    offloaded_bytes = compare(place, functools.partial(checkpoint, use_reentrant=use_reentrant), DelayedCpuDevice)
+    assert offloaded_bytes == OFFLOADED_STORAGES[place] * NBYTES
 
 
 POLICIES = {
-    "products": lambda context, op, *args, **options: (
+    "matmuls": lambda context, op, *args, **options: (
         CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
     ),
     "nothing": lambda context, op, *args, **options: CheckpointPolicy.PREFER_RECOMPUTE,
@@ -124,7 +124,7 @@ POLICIES = {
 
 
 HAS_CHOICE = "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
-"""Since torch 2.14, which warns where nobody has chosen, users say whether hooks see what a selective checkpoint keeps."""
+"""Since torch 2.14, users choose whether hooks see the tensors that a selective checkpoint keeps; torch warns otherwise."""
 
 
 def make_selective(policy: str, *, respects_hooks: bool):
@@ -136,11 +136,11 @@ def make_selective(policy: str, *, respects_hooks: bool):
 @pytest.mark.parametrize("respects_hooks", [False, True] if HAS_CHOICE else [False])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("place", [in_a_region, around_a_region, watched_layers], ids=lambda place: place.__name__)
-def test_a_selective_checkpoint_gives_the_same_bits_and_recomputes_as_often(place, policy, respects_hooks):
+def test_selective_checkpoints_are_bitwise_identical_without_extra_recompute(place, policy, respects_hooks):
     compare(place, make_selective(policy, respects_hooks=respects_hooks), DelayedCpuDevice)
 
 
-@pytest.mark.skipif(not HAS_CHOICE, reason="torch before 2.14 hides from hooks what a selective checkpoint keeps")
+@pytest.mark.skipif(not HAS_CHOICE, reason="torch before 2.14 hides from hooks the tensors that a selective checkpoint keeps")
 def test_tensors_kept_by_a_selective_checkpoint_are_offloaded_if_it_respects_hooks():
     hidden, offloaded = (
         compare(in_a_region, make_selective("everything", respects_hooks=choice), DelayedCpuDevice) for choice in (False, True)
@@ -149,16 +149,16 @@ def test_tensors_kept_by_a_selective_checkpoint_are_offloaded_if_it_respects_hoo
 
 
 @KINDS
-def test_an_exception_in_a_recompute_leaves_no_hooks_and_no_host_memory(use_reentrant):
+def test_an_exception_during_recompute_leaks_no_hooks_and_no_host_memory(use_reentrant):
     net, engine = Net(functools.partial(checkpoint, use_reentrant=use_reentrant)), make_engine(DelayedCpuDevice())
     sites = Sites(engine)
 
-    def fail_the_second_time(h: torch.Tensor) -> torch.Tensor:
+    def fail_in_recompute(h: torch.Tensor) -> torch.Tensor:
         if net.runs:
-            raise ValueError("the user's own")
+            raise ValueError("user error")
         return net.piece(h)
 
-    output = sites(lambda h: net.recompute(lambda h: sites(fail_the_second_time, h), h), sites(torch.sin, net.x * 2))
+    output = sites(lambda h: net.recompute(lambda h: sites(fail_in_recompute, h), h), sites(torch.sin, net.x * 2))
     try:
         output.sum().backward()
     except ValueError:

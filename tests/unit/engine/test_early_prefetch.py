@@ -1,4 +1,4 @@
-"""Tests prefetch while backward is still in layers without offload."""
+"""Tests prefetch while backward is still running layers without offload."""
 
 import pytest
 import torch
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.quick
 NBYTES = 128 * 128 * 4
 
 
-def forward_with_layers_that_stay(sites: Sites, w: torch.Tensor, *, layers: int) -> torch.Tensor:
-    """Return two sites that leave, and behind them `layers` ops that are only watched."""
+def forward_with_kept_layers(sites: Sites, w: torch.Tensor, *, layers: int) -> torch.Tensor:
+    """Run two offloaded sites, then `layers` ops that are only watched."""
     h = w * 2
     for _ in range(2):
         h = sites(torch.sin, h)
@@ -25,11 +25,11 @@ def forward_with_layers_that_stay(sites: Sites, w: torch.Tensor, *, layers: int)
 
 
 def run(*, layers: int, prefetch_bytes: int) -> tuple[int, int]:
-    """Return the prefetch misses of a step, and the most that was on the device in backward over where it began."""
+    """Return the prefetch misses of a step, and by how much memory during backward exceeds that at its start."""
     engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=prefetch_bytes))
     w, ledger = torch.ones(128, 128, requires_grad=True), ActivationLedger(parameters=())
     with engine.observe(ledger), ledger.watch():
-        output = forward_with_layers_that_stay(Sites(engine), w, layers=layers)
+        output = forward_with_kept_layers(Sites(engine), w, layers=layers)
         begin = len(ledger.samples)
         begin_bytes = ledger.samples[-1].resident_bytes
         output.backward(torch.ones_like(output))
@@ -41,7 +41,7 @@ def run(*, layers: int, prefetch_bytes: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("layers", "prefetch_bytes", "misses"),
-    # With one layer backward has released nothing yet. A group larger than the prefetch comes back alone.
+    # With one layer, backward has released nothing yet. A group larger than the prefetch limit is reloaded alone.
     [(0, 2 * NBYTES, 1), (1, 2 * NBYTES, 1), (2, 2 * NBYTES, 0), (4, NBYTES // 2, 0), (4, 0, 2)],
 )
 def test_groups_are_reloaded_while_backward_is_in_kept_layers(layers, prefetch_bytes, misses):
@@ -49,13 +49,13 @@ def test_groups_are_reloaded_while_backward_is_in_kept_layers(layers, prefetch_b
     assert run_followed(layers=layers, prefetch_bytes=prefetch_bytes) == misses
 
 
-def test_the_device_holds_no_more_than_where_forward_ended():
-    # The gradient that is under way is no activation; what is called back takes the place of what was let go.
+def test_backward_never_exceeds_the_memory_in_use_at_the_end_of_forward():
+    # The current gradient is not an activation, and each reload reuses memory that backward has released.
     assert run(layers=6, prefetch_bytes=2 * NBYTES)[1] <= 0
 
 
-def run_turning(*, window_bytes: int) -> TagStats:
-    """Return the numbers of three sites: at the end of forward, the first is offloaded and two copies are in flight."""
+def run_loss_window(*, window_bytes: int) -> TagStats:
+    """Return the statistics of three sites: at the end of forward, the first is offloaded and two copies are in flight."""
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=1 << 20))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = sites(torch.sin, w * 2)
@@ -70,15 +70,15 @@ def run_turning(*, window_bytes: int) -> TagStats:
     return stats
 
 
-@pytest.mark.parametrize(("window_bytes", "stays"), [(2 * NBYTES, 2), (NBYTES, 1), (NBYTES - 1, 0), (0, 0)])
-def test_groups_beyond_the_loss_window_are_offloaded_before_the_loss_and_reloaded(window_bytes, stays):
-    stats = run_turning(window_bytes=window_bytes)
-    assert (stats.recalled_bytes, stats.h2d_bytes) == (stays * NBYTES, (3 - stays) * NBYTES)
-    # What went comes back when backward comes to the last group, which is waited for where it went too.
-    assert stats.prefetch_misses == (stays == 0)
+@pytest.mark.parametrize(("window_bytes", "kept"), [(2 * NBYTES, 2), (NBYTES, 1), (NBYTES - 1, 0), (0, 0)])
+def test_groups_beyond_the_loss_window_are_offloaded_before_the_loss_and_reloaded(window_bytes, kept):
+    stats = run_loss_window(window_bytes=window_bytes)
+    assert (stats.recalled_bytes, stats.h2d_bytes) == (kept * NBYTES, (3 - kept) * NBYTES)
+    # Prefetch starts when backward reaches the last group, so backward waits only if that group was offloaded too.
+    assert stats.prefetch_misses == (kept == 0)
 
 
-def test_groups_that_are_held_when_backward_is_expected_stay_on_the_gpu():
+def test_groups_still_held_back_when_backward_is_due_stay_on_the_gpu():
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=1 << 30, prefetch_bytes=2 * NBYTES))
     sites, w = Sites(engine), torch.ones(128, 128, requires_grad=True)
     h = w * 2
@@ -94,7 +94,7 @@ def test_groups_that_are_held_when_backward_is_expected_stay_on_the_gpu():
 
 
 def run_followed(*, layers: int, prefetch_bytes: int) -> int:
-    """Return the prefetch misses of a step of two sites that leave, and behind them `layers` ops that are only followed."""
+    """Return the prefetch misses of a step with two offloaded sites, then `layers` ops that are only followed."""
     engine = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=prefetch_bytes))
     w = torch.ones(128, 128, requires_grad=True)
 

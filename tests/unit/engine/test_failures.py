@@ -17,11 +17,11 @@ from fgoffload.engine import CpuDevice, Device, OffloadEngine
 DEVICES = pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 NBYTES = 32 * 32 * 4
 HOST_BUDGET_BYTES = 64 * NBYTES
-"""The arena takes all of it as one slab."""
+"""The arena allocates all of it as one slab."""
 
 
 class Model:
-    """A layer that saves whole storages, one that two regions share, and columns of one, which are gathered."""
+    """Saves whole storages, one of them in two regions, and columns of a storage, which are gathered."""
 
     def __init__(self) -> None:
         self.x, self.w = leaf(32, 32), leaf(32, 32, seed=1)
@@ -37,7 +37,7 @@ class Model:
 
 
 def run_step(model: Model, engine: OffloadEngine | None, **options) -> list[torch.Tensor]:
-    """Two microbatches, both in flight; return their gradients."""
+    """Return the gradients of two microbatches that are in flight together."""
     outputs = [model(Sites(engine, microbatch=index), **options) for index in range(2)]
     gradients = []
     for output in outputs:
@@ -56,29 +56,29 @@ def make_small_engine(device: Device) -> OffloadEngine:
 
 
 @functools.cache
-def count_moved_bytes(make_device: Callable[[], Device]) -> int:
+def count_offloaded_bytes(make_device: Callable[[], Device]) -> int:
     engine = make_small_engine(make_device())
     run_step(Model(), engine)
     return engine.finish_step().d2h_bytes
 
 
-def check_traces(engine: OffloadEngine, make_device: Callable[[], Device]) -> None:
-    """Check that a step that raised leaves nothing behind, and that the next step equals the first step of a new engine."""
+def check_no_traces(engine: OffloadEngine, make_device: Callable[[], Device]) -> None:
+    """Check that a step that raised leaked nothing, and that the next step equals the first step of a new engine."""
     assert not has_hooks()
-    gc.collect()  # an exception and its frames are a cycle of Python's, and hold the graph
+    gc.collect()  # an exception and its frames are a reference cycle that keeps the graph alive
     assert engine.arena.used_bytes == 0
-    assert engine.arena.find_block(HOST_BUDGET_BYTES) or not engine.arena.reserved_bytes  # no range of it got lost
+    assert engine.arena.find_block(HOST_BUDGET_BYTES) or not engine.arena.reserved_bytes  # no range is lost
     engine.finish_step()
     assert_same_bits(get_expected(), run_step(Model(), engine))
     stats = engine.finish_step()
-    assert stats.d2h_bytes == count_moved_bytes(make_device)
+    assert stats.d2h_bytes == count_offloaded_bytes(make_device)
     assert engine.arena.used_bytes == 0
     engine.close()
     assert engine.arena.reserved_bytes == 0
 
 
 def raise_in(run: Callable[[], object], kind: type[BaseException]) -> bool:
-    """Return whether `run` raises `kind`; `pytest.raises` would hold the exception, and the graph with it."""
+    """Return whether `run` raises `kind`; `pytest.raises` would keep the exception, and with it the graph, alive."""
     try:
         run()
     except kind:
@@ -87,10 +87,10 @@ def raise_in(run: Callable[[], object], kind: type[BaseException]) -> bool:
 
 
 MakeError = Callable[[], BaseException]
-"""One that is raised again would hold the frames, and with them the graph, of the time before."""
+"""Raising the same exception twice would keep the frames, and with them the graph, of the first time alive."""
 
 
-class Interrupted(torch.autograd.Function):
+class RaiseInBackward(torch.autograd.Function):
     """Raises in its backward."""
 
     @staticmethod
@@ -112,7 +112,7 @@ def raise_in_forward(make_error: MakeError) -> Callable[[torch.Tensor], torch.Te
 
 
 def raise_in_backward(make_error: MakeError) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda h: Interrupted.apply(h, make_error)
+    return lambda h: RaiseInBackward.apply(h, make_error)
 
 
 def raise_in_tensor_hook(make_error: MakeError) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -133,11 +133,11 @@ PLACES = {"forward": raise_in_forward, "backward": raise_in_backward, "tensor ho
 @DEVICES
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-def test_an_exception_of_the_users_code_leaves_nothing_and_the_next_step_is_right(kind, place, make_device):
+def test_after_an_exception_in_user_code_nothing_leaks_and_the_next_step_is_correct(kind, place, make_device):
     engine = make_small_engine(make_device())
-    act = PLACES[place](lambda: kind("the user's own"))
+    act = PLACES[place](lambda: kind("user error"))
     assert raise_in(lambda: run_step(Model(), engine, act=act), kind)
-    check_traces(engine, make_device)
+    check_no_traces(engine, make_device)
 
 
 def interrupt() -> KeyboardInterrupt:
@@ -146,30 +146,30 @@ def interrupt() -> KeyboardInterrupt:
 
 FAILURES = [(operation, interrupt) for operation in OPERATIONS]
 FAILURES += [("allocate_device", make_out_of_memory_error), ("allocate_host", fail_to_pin)]
-EVERY_FAILURE = pytest.mark.parametrize(
+EACH_FAILURE = pytest.mark.parametrize(
     ("operation", "make_error"), FAILURES, ids=[f"{operation}-{make_error.__name__}" for operation, make_error in FAILURES]
 )
 
 
 def fail_each_call(operation: str, make_error: MakeError, run: Callable[[OffloadEngine], object]) -> None:
-    """Run with a new engine for each call of `operation`, that call raising, until all have had their turn."""
+    """Make each call of `operation` in `run` raise in turn, with a new engine each time."""
     for call in itertools.count(1):
         device = FailingCpuDevice()
         engine = make_small_engine(device)
-        if operation != "allocate_host":  # which is called in the first step alone
-            run_step(Model(), engine)  # so that host blocks are in use for the second time
+        if operation != "allocate_host":  # called only in the first step
+            run_step(Model(), engine)  # so that host blocks are reused
         device.fail(operation, call=call, make_error=make_error)
         run(engine)
         was_raised = device.stop_failing()
         device.finish_copies()
         assert device.lost_destinations == 0
-        check_traces(engine, DelayedCpuDevice)
+        check_no_traces(engine, DelayedCpuDevice)
         if not was_raised:
             break
     assert call > 1
 
 
-@EVERY_FAILURE
-def test_an_exception_in_any_call_of_the_device_leaves_nothing_and_the_next_step_is_right(operation, make_error):
+@EACH_FAILURE
+def test_after_an_exception_in_any_device_call_nothing_leaks_and_the_next_step_is_correct(operation, make_error):
     kind = type(make_error())
     fail_each_call(operation, make_error, lambda engine: raise_in(lambda: run_step(Model(), engine), kind))

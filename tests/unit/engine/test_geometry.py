@@ -1,4 +1,4 @@
-"""Tests the geometry of views: where they are in a storage, and how they are packed and restored."""
+"""Tests the geometry of views: their position in a storage, and how they are packed and restored."""
 
 import torch
 from hypothesis import given, settings
@@ -25,18 +25,18 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 @settings(max_examples=50, deadline=None)
 @given(strided_tensors(), st.sampled_from(DTYPES))
-def test_a_view_is_rebuilt_over_a_copy_of_any_type_and_counts_changes_with_it(tensor, dtype):
+def test_a_view_rebuilt_over_a_copy_of_any_dtype_shares_its_version_counter(tensor, dtype):
     view = get_view(tensor)
     start = view.start // 512 * 512
     end = start + -(-(view.end - start) // 16) * 16
     copy = get_byte_range(tensor, start=start, end=end).clone().view(dtype).view(1, -1)
-    again = rebuild(view, copy, buffer_start=start)
-    assert torch.equal(as_bytes(again), as_bytes(tensor))
-    assert again.stride() == tensor.stride()
-    assert again._base is None
+    rebuilt = rebuild(view, copy, buffer_start=start)
+    assert torch.equal(as_bytes(rebuilt), as_bytes(tensor))
+    assert rebuilt.stride() == tensor.stride()
+    assert rebuilt._base is None
     before = copy._version
-    again.zero_()
-    assert again._version == copy._version > before
+    rebuilt.zero_()
+    assert rebuilt._version == copy._version > before
 
 
 @settings(max_examples=50, deadline=None)
@@ -53,7 +53,7 @@ def test_gathered_views_are_scattered_to_their_offsets(windows):
         assert torch.equal(rebuild(view, target, buffer_start=0), tensor)
 
 
-def test_bools_are_gathered_as_the_bytes_that_they_are():
+def test_gathering_bools_preserves_their_bytes():
     storage = torch.arange(256, dtype=torch.uint8).repeat(8)
     tensor = storage.view(torch.bool).as_strided((100, 3), (20, 1), 5)
     views = [get_view(tensor)]

@@ -1,4 +1,4 @@
-"""Tests mixed passes with and without gradients, and steps with changing counts, lengths, routing and precision."""
+"""Tests passes with and without gradients, and steps with frozen weights, changing routing and lengths, and autocast."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ def make_small_engine(make_device: Callable) -> OffloadEngine:
 
 
 class Experts(torch.nn.Module):
-    """Tokens go where `routes` says; an expert may get all of them, or none."""
+    """Routes tokens to experts by `routes`; an expert may get all tokens or none."""
 
     def __init__(self, count: int = 4) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def make_batch(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_step(layers: Layers, engine: OffloadEngine | None, batches: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Forward of all microbatches, backward of all, and an update in place."""
+    """Run forward of all microbatches, then backward of all, and update the weights in place."""
     losses = [layers(Sites(engine, microbatch=index), *batch).square().sum() for index, batch in enumerate(batches)]
     for loss in losses:
         loss.backward()
@@ -85,7 +85,7 @@ def train_step(layers: Layers, engine: OffloadEngine | None, batches: list[tuple
 
 
 def evaluate(layers: Layers, engine: OffloadEngine | None, mode: Callable) -> torch.Tensor:
-    """A forward as for a rollout, which changes neither the random state nor the engine."""
+    """Run a forward as in a rollout, without changing the random state."""
     state = torch.get_rng_state()
     layers.eval()
     with mode():
@@ -96,12 +96,12 @@ def evaluate(layers: Layers, engine: OffloadEngine | None, mode: Callable) -> to
 
 
 def run_both(make_device: Callable, use: Callable[[Layers, OffloadEngine | None], list[torch.Tensor]]) -> OffloadEngine:
-    """Check that `use` returns the same bits and leaves the same weights without and with an engine."""
+    """Check that the results of `use` and the weights after it are bitwise identical with and without an engine."""
     results = []
     engine = make_small_engine(make_device)
     for one in (None, engine):
         layers = make_layers()
-        torch.manual_seed(1)  # of the dropout
+        torch.manual_seed(1)  # for dropout
         results.append([*use(layers, one), *layers.state_dict().values()])
     assert_same_bits(*results)
     assert engine.arena.used_bytes == 0
@@ -111,7 +111,7 @@ def run_both(make_device: Callable, use: Callable[[Layers, OffloadEngine | None]
 
 @DEVICES
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_forwards_without_grad_before_between_and_after_steps_touch_nothing(mode, make_device):
+def test_forwards_without_grad_around_steps_change_nothing(mode, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         seen = []
         for step in range(3):
@@ -127,14 +127,14 @@ def test_forwards_without_grad_before_between_and_after_steps_touch_nothing(mode
 
 
 @DEVICES
-def test_frozen_inputs_and_frozen_weights_give_the_same_bits(make_device):
+def test_frozen_inputs_and_frozen_weights_are_bitwise_identical(make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         seen = []
         for frozen in ([], ["norm.weight", "norm.bias"], ["experts.weights.0", "experts.weights.3"], ["norm.weight"]):
             for name, parameter in layers.named_parameters():
                 parameter.requires_grad_(name not in frozen)
             tokens, routes = make_batch(16, seed=3)
-            assert not tokens.requires_grad  # so the first mark of the lane is on no gradient
+            assert not tokens.requires_grad  # so the lane has no gradient for its first mark
             output = layers(Sites(engine), tokens, routes)
             seen += torch.autograd.grad(output.sin().sum(), [p for p in layers.parameters() if p.requires_grad])
         return seen
@@ -151,7 +151,7 @@ ROUTINGS = {
 
 @DEVICES
 @pytest.mark.parametrize("routing", ROUTINGS)
-def test_every_routing_and_lengths_that_change_give_the_same_bits(routing, make_device):
+def test_any_routing_and_changing_lengths_are_bitwise_identical(routing, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         for lengths in ((16, 1), (200, 3), (0, 20)):
             train_step(layers, engine, [(make_batch(length, seed=length)[0], ROUTINGS[routing](length)) for length in lengths])
@@ -159,18 +159,18 @@ def test_every_routing_and_lengths_that_change_give_the_same_bits(routing, make_
 
     engine = run_both(make_device, use)
     stats = engine.finish_step()
-    assert stats.tags["moe_act"].groups == 3 * 2 * 2 * 4  # steps, microbatches, layers, experts: those without tokens too
+    assert stats.tags["moe_act"].groups == 3 * 2 * 2 * 4  # steps, microbatches, layers, experts (even without tokens)
     assert stats.tags["moe_act"].d2h_bytes > 0
     engine.close()
 
 
 @DEVICES
-@pytest.mark.parametrize("caches_weights", [False, True])
-def test_autocast_gives_the_same_bits(caches_weights, make_device):
+@pytest.mark.parametrize("cache_enabled", [False, True])
+def test_autocast_is_bitwise_identical(cache_enabled, make_device):
     def use(layers: Layers, engine: OffloadEngine | None) -> list[torch.Tensor]:
         gradients = []
         for step in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=caches_weights):
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cache_enabled):
                 output = layers(Sites(engine), *make_batch(16, seed=step)).square().sum()
             gradients += torch.autograd.grad(output, list(layers.parameters()))
         return gradients

@@ -1,7 +1,7 @@
-"""Tests that streams and events order all accesses to the same bytes, and that no wait of the engine is redundant.
+"""Tests that streams and events order all accesses to the same bytes, and that no wait in the engine is redundant.
 
-The recording device knows each read and write of each kernel, copy, allocation and free. See `support/recording.py` for what
-counts as ordered, and `support/schedules.py` and `support/stream_schedules.py` for what runs.
+The recording device records each read and write of each kernel, copy, allocation and free. `support/recording.py` defines
+which accesses are ordered; the schedules are in `support/schedules.py` and `support/stream_schedules.py`.
 """
 
 import ast
@@ -46,32 +46,32 @@ def sees_some():
 
 
 def check_order_and_bits(schedule, sees_done):
-    alone, expected = record(schedule, has_engine=False)
-    assert list(map(str, alone.unordered)) == []  # or the program itself is wrong
+    plain, expected = record(schedule, has_engine=False)
+    assert list(map(str, plain.unordered)) == []  # otherwise the program itself is wrong
     device, program = record(schedule, sees_done=sees_done)
     assert list(map(str, device.unordered)) == []
     assert len(program.results) == len(expected.results)
     assert all(map(torch.equal, program.results, expected.results))
 
 
-def each_schedule_and_what_the_host_sees():
+def list_schedules_and_visible_events():
     for schedule, sees_done in itertools.product(SCHEDULES, (sees_nothing, sees_everything, sees_every_third, sees_some)):
         yield pytest.param(schedule, sees_done, id=f"{schedule.__name__}-{sees_done.__name__}")
 
 
-@pytest.mark.parametrize(("schedule", "sees_done"), list(each_schedule_and_what_the_host_sees()))
-def test_all_accesses_to_the_same_bytes_are_ordered_and_the_bits_are_those_without_the_engine(schedule, sees_done):
+@pytest.mark.parametrize(("schedule", "sees_done"), list(list_schedules_and_visible_events()))
+def test_accesses_to_the_same_bytes_are_ordered_and_results_are_bitwise_identical(schedule, sees_done):
     check_order_and_bits(schedule, sees_done())
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
-def test_without_the_waits_for_one_hazard_some_accesses_are_unordered(hazard):
+def test_removing_all_waits_for_one_hazard_leaves_accesses_unordered(hazard):
     assert any(record(schedule, leaves_out=leaves_out_hazard(hazard))[0].unordered for schedule in SCHEDULES)
 
 
 @functools.cache
 def find_waits():
-    """Return the schedules that reach each place that waits, each with its wait: only they can tell what happens without it."""
+    """Return, for each wait in the source, the schedules that execute it; only they can fail without it."""
     found = collections.defaultdict(dict)
     for schedule in SCHEDULES:
         for wait in record(schedule)[0].waits:
@@ -80,18 +80,18 @@ def find_waits():
 
 
 @pytest.mark.parametrize("hazard", Hazard, ids=lambda hazard: hazard.name)
-def test_without_one_place_that_waits_some_accesses_are_unordered(hazard):
-    places = {site: reached for (of, site), reached in find_waits().items() if of is hazard}
-    assert places
-    superfluous = [
+def test_removing_any_single_wait_leaves_accesses_unordered(hazard):
+    sites_with_schedules = {site: reached for (of, site), reached in find_waits().items() if of is hazard}
+    assert sites_with_schedules
+    redundant = [
         site
-        for site, reached in places.items()
+        for site, reached in sites_with_schedules.items()
         if not any(record(schedule, leaves_out=leaves_out_site(wait))[0].unordered for schedule, wait in reached.items())
     ]
-    assert superfluous == []
+    assert redundant == []
 
 
-def test_every_wait_in_the_source_of_the_engine_is_reached():
+def test_every_wait_in_the_engine_source_is_executed():
     reached = {wait.line for waits in find_waits().values() for wait in waits.values()}
     missed = []
     for path in Path(fgoffload.engine.__file__).parent.glob("*.py"):
@@ -106,5 +106,5 @@ def test_every_wait_in_the_source_of_the_engine_is_reached():
 
 @given(setup=setups())
 @settings(max_examples=25, deadline=None)
-def test_random_programs_on_several_streams_are_ordered_and_give_the_same_bits(setup):
+def test_random_multistream_programs_are_ordered_and_bitwise_identical(setup):
     check_order_and_bits(lambda program: run_setup(program, setup), make_sees_done(setup))

@@ -1,4 +1,4 @@
-"""Tests every dtype, memory layout and kind of tensor: offloaded bitwise identical, or kept with a reason."""
+"""Tests every dtype, memory layout and kind of tensor: reloaded bitwise identical, or kept with a reason."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.quick
 
 
 class SaveAs(torch.autograd.Function):
-    """Saves what `make` returns, and gives to `look` what backward gets of it."""
+    """Saves the tensor that `make` returns, and passes the unpacked tensor to `look` in backward."""
 
     @staticmethod
     def forward(ctx, tensor, make, look):
@@ -29,8 +29,8 @@ class SaveAs(torch.autograd.Function):
         return gradient, None, None
 
 
-def save_and_take(make, make_device=CpuDevice) -> tuple[list[torch.Tensor], int, dict[str, int]]:
-    """Return what backward gets without and with an engine, the bytes that left, and those that stayed by reason."""
+def save_and_unpack(make, make_device=CpuDevice) -> tuple[list[torch.Tensor], int, dict[str, int]]:
+    """Return the tensors unpacked without and with an engine, the offloaded bytes, and the kept bytes by reason."""
     seen = []
     x = leaf(4)
     engine = make_engine(make_device())
@@ -48,7 +48,7 @@ DTYPES = (
 
 
 def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
-    """Return 16 KiB of every byte value, NaNs of every kind and bools that are neither 0 nor 1 among them."""
+    """Return 16 KiB with every byte value, including all NaNs, and bools that are neither 0 nor 1."""
     generator = torch.Generator().manual_seed(3)
     octets = torch.randint(0, 256, (16384,), generator=generator, dtype=torch.uint8)
     return octets.view(dtype).view(64, -1)
@@ -56,11 +56,11 @@ def make_all_bytes(dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_element_type_is_reloaded_bitwise_identical(dtype):
-    (without, found), moved, _ = save_and_take(lambda: make_all_bytes(dtype), DelayedCpuDevice)
+def test_every_dtype_is_reloaded_bitwise_identical(dtype):
+    (without, found), offloaded_bytes, _ = save_and_unpack(lambda: make_all_bytes(dtype), DelayedCpuDevice)
     assert found.dtype == dtype
     assert torch.equal(get_bits(found), get_bits(without))
-    assert moved == 16384
+    assert offloaded_bytes == 16384
 
 
 def make_storage() -> torch.Tensor:
@@ -68,12 +68,12 @@ def make_storage() -> torch.Tensor:
 
 
 LAYOUTS = {
-    "a single number": lambda: make_storage()[77],
+    "a scalar": lambda: make_storage()[77],
     "one element": lambda: make_storage()[4095:],
-    "expanded in between": lambda: make_storage()[:32].view(8, 1, 4).expand(8, 6, 4),
+    "expanded in the middle": lambda: make_storage()[:32].view(8, 1, 4).expand(8, 6, 4),
     "zero strides by as_strided": lambda: make_storage().as_strided((4, 5), (0, 0), 9),
     "overlapping rows": lambda: make_storage().as_strided((30, 20), (3, 1), 7),
-    "a larger stride inside": lambda: make_storage().as_strided((5, 6, 7), (1, 700, 10), 3),
+    "a larger inner stride": lambda: make_storage().as_strided((5, 6, 7), (1, 700, 10), 3),
     "a size of one with a stride beyond the storage": lambda: make_storage().as_strided((1, 8), (1 << 20, 1), 2),
     "channels last": lambda: make_storage().view(4, 4, 16, 16).to(memory_format=torch.channels_last),
     "the end of the storage": lambda: make_storage()[-3:],
@@ -84,13 +84,13 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_is_reloaded_with_its_strides_and_values(name):
-    (without, found), moved, _ = save_and_take(LAYOUTS[name], DelayedCpuDevice)
+    (without, found), offloaded_bytes, _ = save_and_unpack(LAYOUTS[name], DelayedCpuDevice)
     assert torch.equal(found, without)
-    assert moved > 0
+    assert offloaded_bytes > 0
     assert (found.size(), found.stride()) == (without.size(), without.stride())
 
 
-def test_a_weight_that_was_changed_in_place_is_not_given_to_backward():
+def test_a_weight_changed_in_place_before_backward_raises():
     weight, engine = torch.nn.Parameter(torch.ones(4)), make_engine()
     output = Sites(engine)(lambda h: h * weight, leaf(4) * 2).sum()
     with torch.no_grad():
@@ -105,9 +105,9 @@ KEPT = {
     "sparse": (lambda: torch.eye(8).to_sparse(), KeptReason.LAYOUT),
     "compressed rows": (lambda: torch.eye(8).to_sparse_csr(), KeptReason.LAYOUT),
     "quantized": (lambda: torch.quantize_per_tensor(torch.ones(8, 8), 0.1, 0, torch.qint8), KeptReason.LAYOUT),
-    "two tensors in one": (lambda: TwoTensor(torch.ones(8, 8), torch.zeros(8, 8)), KeptReason.SUBCLASS),
-    "a subclass that only has another name": (lambda: torch.ones(8, 8).as_subclass(Named), KeptReason.SUBCLASS),
-    "on no device": (lambda: torch.empty(8, 8, device="meta"), KeptReason.OTHER_DEVICE),
+    "two-tensor subclass": (lambda: TwoTensor(torch.ones(8, 8), torch.zeros(8, 8)), KeptReason.SUBCLASS),
+    "a subclass without changes": (lambda: torch.ones(8, 8).as_subclass(Named), KeptReason.SUBCLASS),
+    "meta device": (lambda: torch.empty(8, 8, device="meta"), KeptReason.OTHER_DEVICE),
 }
 
 
@@ -118,12 +118,12 @@ class Named(torch.Tensor):
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", KEPT)
-def test_a_tensor_that_is_no_plain_bytes_stays_and_says_why(name):
+def test_an_unsupported_tensor_stays_on_the_gpu_with_a_reason(name):
     make, reason = KEPT[name]
-    (without, found), moved, kept = save_and_take(make)
+    (without, found), offloaded_bytes, kept = save_and_unpack(make)
     assert type(found) is type(without)
     assert found.layout is without.layout
-    assert moved == 0
+    assert offloaded_bytes == 0
     assert set(kept) == {reason.value}
 
 
@@ -135,7 +135,7 @@ def _one_process() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("_one_process")
-def test_the_local_tensor_of_a_distributed_tensor_moves_and_computes_the_same():
+def test_the_local_tensor_of_a_dtensor_is_offloaded_and_bitwise_identical():
     from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
     mesh = init_device_mesh("cpu", (1,))
@@ -148,6 +148,6 @@ def test_the_local_tensor_of_a_distributed_tensor_moves_and_computes_the_same():
 
     engine = check_same_bits(forward, [x, w])
     stats = engine.finish_step().tags["core_attn"]
-    assert stats.d2h_bytes == 3 * 64 * 64 * 4  # two factors and their product
+    assert stats.d2h_bytes == 3 * 64 * 64 * 4  # the two factors and their product
     assert stats.kept_bytes == {}
     engine.close()

@@ -1,4 +1,4 @@
-"""Tests that many steps use as much memory as a few, without Python's garbage collector.
+"""Tests that memory does not grow over many steps, without Python's garbage collector.
 
 Resident bytes reveal leaked tensors. Counts of garbage-collected objects reveal leaked graphs, handles and cycles.
 """
@@ -20,27 +20,26 @@ from fgoffload.engine import CpuDevice, KeptReason, OffloadEngine
 N = 128
 NBYTES = N * N * 4
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
-"""Of the GNU C library; another one may keep more of what was freed."""
+"""A function of the GNU C library; others may keep more of the freed memory."""
 
 
 @pytest.fixture(autouse=True)
-def _without_the_cyclic_collector():
+def _disable_gc():
     gc.disable()
     yield
     gc.enable()
 
 
 def get_resident_bytes() -> int:
-    TRIM(0)  # what was freed goes back to the system
+    TRIM(0)  # returns freed memory to the system
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def check_flat(run_step: Callable[[int], object], *, steps: int) -> None:
-    """Check that the last four tenths of the steps have at most as many objects and bytes at once as the four tenths before.
+    """Check that the peaks of objects and resident bytes in the last 40% of the steps do not exceed those of the 40% before.
 
-    The most, since some tables are cleared only now and then. A leak of one tensor in 8 steps shows, and of one object in 10.
-    Resident bytes are the whole process's, and what else lives in it may grow once: then all is run again, where a leak shows
-    again.
+    Peaks, since some tables are cleared only occasionally. This detects a leak of one tensor in 8 steps or one object in 10.
+    Resident bytes include the rest of the process, which may grow once, so a leak must show in a second measurement too.
     """
     span = steps * 4 // 10
     objects, resident_bytes = measure(run_step, steps=steps)
@@ -51,9 +50,9 @@ def check_flat(run_step: Callable[[int], object], *, steps: int) -> None:
 
 
 def measure(run_step: Callable[[int], object], *, steps: int) -> tuple[array.array, array.array]:
-    """Return the objects after each step, and the resident bytes after about a hundred of them."""
+    """Return the number of objects after each step, and the resident bytes after about 100 of the steps."""
     every = max(1, steps // 100)
-    objects = array.array("q", [0]) * steps  # no object for each number
+    objects = array.array("q", [0]) * steps  # allocates no object per number
     resident_bytes = array.array("q", [0]) * (steps // every)
     for step in range(steps):
         run_step(step)
@@ -72,7 +71,7 @@ class UserError(Exception):
     pass
 
 
-class RaisingInBackward(torch.autograd.Function):
+class RaiseInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor):
         ctx.save_for_backward(tensor)
@@ -84,7 +83,7 @@ class RaisingInBackward(torch.autograd.Function):
 
 
 class Program:
-    """Four groups: whole storages, a saved output, a storage that two of them share, and an exception where it is told to."""
+    """Four groups: whole storages, a saved output, and a storage that two groups share. Some steps raise an exception."""
 
     is_held = False
     is_gathered = False
@@ -95,7 +94,7 @@ class Program:
         self.w = torch.nn.Parameter(torch.randn(N, N, generator=torch.Generator().manual_seed(0)) / 16)
 
     def get_input(self) -> torch.Tensor:
-        return self.w  # a leaf, which outlives the graph, and its mark must not
+        return self.w  # a leaf, which outlives the graph; its mark must not
 
     def act(self, h: torch.Tensor) -> torch.Tensor:
         return h[:, ::4].sin().repeat(1, 4) if self.is_gathered else h.sin() * h.exp()
@@ -112,11 +111,11 @@ class Program:
 
     def run_step(self, step: int) -> None:
         self.w.grad = None
-        fail = {3: self.raise_in_forward, 7: RaisingInBackward.apply}.get(step % 10, lambda h: h)
+        fail = {3: self.raise_in_forward, 7: RaiseInBackward.apply}.get(step % 10, lambda h: h)
         try:
             output = self.forward(Sites(self.engine), fail)
-            for left in reversed(range(self.backwards)):
-                output.backward(retain_graph=left > 0)
+            for remaining in reversed(range(self.backwards)):
+                output.backward(retain_graph=remaining > 0)
         except UserError:
             assert step % 10 in (3, 7)
         else:
@@ -149,7 +148,7 @@ class Dropped(Program):
 
 
 KINDS = {
-    "copies under way": (Program, {"policy": TransferPolicy(window_bytes=5 * NBYTES, prefetch_bytes=NBYTES)}, {None}),
+    "copies in flight": (Program, {"policy": TransferPolicy(window_bytes=5 * NBYTES, prefetch_bytes=NBYTES)}, {None}),
     "beyond the host budget": (Program, {"host_budget_bytes": NBYTES}, {None, KeptReason.HOST_BUDGET}),
     "gathered": (Gathered, {}, {None}),
     "held and flushed": (Held, {}, {None}),
@@ -178,7 +177,7 @@ def check_kind(kind: str, device: CpuDevice, *, steps: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hundred_steps_use_no_more_than_a_few(kind):
+def test_memory_does_not_grow_over_100_steps(kind):
     check_kind(kind, DelayedCpuDevice(), steps=100)
 
 
@@ -186,24 +185,24 @@ def test_a_hundred_steps_use_no_more_than_a_few(kind):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice], ids=["cpu", "delayed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thousand_steps_use_no_more_than_a_few(kind, make_device):
+def test_memory_does_not_grow_over_1000_steps(kind, make_device):
     check_kind(kind, make_device(), steps=1000)
 
 
-def test_marks_that_died_are_forgotten_over_many_steps():
+def test_keep_marks_of_freed_storages_do_not_accumulate():
     engine = make_engine()
     check_flat(lambda step: engine.keep([torch.ones(N, N) for _ in range(150)]), steps=100)
     engine.close()
 
 
-def test_storages_once_referenced_elsewhere_are_forgotten_over_many_steps():
+def test_records_of_storages_referenced_elsewhere_do_not_accumulate():
     engine = make_engine()
 
     def run_step(step: int) -> None:
         held = [torch.ones(4, 4, requires_grad=True) * 2 for _ in range(40)]
         sites = Sites(engine)
         loss = sum(sites(torch.sin, h).sum() for h in held)
-        loss.backward()  # all that comes back is still held, each step by other tensors
+        loss.backward()  # all reloaded storages are still referenced, in each step by other tensors
 
     check_flat(run_step, steps=100)
     engine.close()

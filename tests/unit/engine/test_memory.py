@@ -15,8 +15,8 @@ NBYTES = 128 * 128 * 4
 
 
 @pytest.fixture(autouse=True)
-def _without_the_cyclic_collector():
-    # Nothing may wait for Python's collector: on a device that is how memory runs out.
+def _disable_gc():
+    # Memory that only the garbage collector frees would cause out-of-memory errors on a GPU.
     gc.collect()
     gc.disable()
     yield
@@ -28,7 +28,7 @@ def weight(seed: int = 0) -> torch.nn.Parameter:
 
 
 def run_layers(sites: Sites, weights: list[torch.nn.Parameter], tags: list[str]) -> torch.Tensor:
-    """Each layer keeps its input for the product, and the product for the sine."""
+    """Run layers that each save the input of a product and of a sine."""
     h = torch.ones(128, 128)
     for w, tag in zip(weights, tags, strict=True):
         h = sites(lambda h, w=w: (h @ w).sin(), h, tag=tag)
@@ -40,7 +40,7 @@ def get_resident_bytes(ledger: ActivationLedger) -> int:
     return ledger.samples[-1].resident_bytes
 
 
-def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
+def test_resident_bytes_after_forward_fall_by_exactly_the_bytes_that_the_tags_save():
     weights = [weight(seed) for seed in range(4)]
     resident = []
     for tags in (None, ["a", "b", "a", "b"]):
@@ -54,15 +54,15 @@ def test_resident_bytes_after_forward_fall_by_exactly_what_the_tags_save():
                 output = run_layers(Sites(None), weights, ["a"] * 4)
         resident.append(get_resident_bytes(ledger))
         if engine:
-            moved = engine.finish_step().d2h_bytes
+            offloaded_bytes = engine.finish_step().d2h_bytes
             output.sum().backward()
             del output
             engine.close()
         else:
             del output
-    # Four inputs and four products. A product is saved by the sine; the last sine is the output, which nobody saved.
+    # Four inputs and four products. The output of the last sine is not saved.
     assert resident[0] == 8 * NBYTES
-    assert moved == 8 * NBYTES
+    assert offloaded_bytes == 8 * NBYTES
     assert resident[1] == 0
 
 
@@ -77,13 +77,13 @@ def test_storages_below_the_minimum_size_stay_on_the_gpu_and_are_counted():
     engine.close()
 
 
-def test_tensors_marked_to_stay_and_parameters_never_move():
+def test_tensors_marked_to_be_kept_and_parameters_are_never_offloaded():
     w = weight()
     engine = make_engine()
     kept = (torch.ones(128, 128) * 3).requires_grad_()
     h = kept * 2
     engine.keep([h])
-    Sites(engine)(lambda h: h @ w.t(), h[:]).sum().backward()  # saves the marked storage, and a view of the parameter
+    Sites(engine)(lambda h: h @ w.t(), h[:]).sum().backward()  # saves the marked storage and a view of the parameter
     stats = engine.finish_step().tags["core_attn"]
     assert stats.saved_tensors == 2
     assert stats.d2h_bytes == 0
@@ -91,7 +91,7 @@ def test_tensors_marked_to_stay_and_parameters_never_move():
     engine.close()
 
 
-def test_an_empty_slice_does_not_hold_the_storage_that_it_lies_in():
+def test_saving_an_empty_slice_does_not_keep_its_storage_alive():
     engine = make_engine()
     x = torch.ones(128, 128, requires_grad=True)
     ledger = ActivationLedger(parameters=[x])
@@ -106,7 +106,7 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
     weights = [weight(seed) for seed in range(4)]
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(window_bytes=2 * NBYTES, prefetch_bytes=0))
     output = run_layers(Sites(engine), weights, ["a"] * 4)
-    # Each group is two storages; the delayed device finishes none itself.
+    # Each group has two storages; the delayed device finishes no copy by itself.
     assert engine._transfers.in_flight_bytes == 2 * NBYTES
     assert engine.finish_step().window_waits == 3
     output.sum().backward()
@@ -114,7 +114,7 @@ def test_the_window_bounds_the_bytes_in_flight_and_counts_the_waits():
 
 
 @pytest.mark.parametrize(("most", "waits"), [(None, 0), (0, 4), (1, 2)])
-def test_of_each_tag_so_many_groups_may_be_in_flight(most, waits):
+def test_the_number_of_groups_in_flight_is_limited_per_tag(most, waits):
     engine = make_engine(DelayedCpuDevice(), policy=TransferPolicy(prefetch_bytes=0))
     engine.execution.most_in_flight = most
     output = run_layers(Sites(engine), [weight(seed) for seed in range(4)], ["a", "b", "a", "b"])
@@ -123,7 +123,7 @@ def test_of_each_tag_so_many_groups_may_be_in_flight(most, waits):
     engine.close()
 
 
-def test_something_is_copied_out_until_its_copies_are_done():
+def test_is_copying_out_is_true_until_the_copies_are_done():
     device = DelayedCpuDevice()
     engine = make_engine(device, policy=TransferPolicy(window_bytes=8 * NBYTES, prefetch_bytes=0))
     assert not engine.is_copying_out()
@@ -135,7 +135,7 @@ def test_something_is_copied_out_until_its_copies_are_done():
     engine.close()
 
 
-def test_closing_while_a_graph_wants_its_tensors_back_loses_nothing(caplog):
+def test_closing_while_a_graph_still_needs_its_tensors_loses_nothing(caplog):
     w = weight()
     engine = make_engine()
     Sites(None)(lambda h: (h @ w).sin(), torch.ones(128, 128) * 2).sum().backward()
@@ -151,7 +151,7 @@ def test_closing_while_a_graph_wants_its_tensors_back_loses_nothing(caplog):
     assert engine.arena.reserved_bytes == 0
 
 
-def test_host_memory_goes_with_graph_and_engine_even_if_nobody_closes():
+def test_host_memory_is_freed_with_graph_and_engine_without_close():
     freed = []
 
     class Counting(CpuDevice):
@@ -168,7 +168,7 @@ def test_host_memory_goes_with_graph_and_engine_even_if_nobody_closes():
 
 
 @pytest.mark.parametrize("has_end_marks", [True, False], ids=["marks", "no marks"])
-def test_every_backward_of_a_kept_graph_prefetches_and_gives_device_memory_back(has_end_marks):
+def test_every_backward_of_a_retained_graph_prefetches_and_frees_device_memory(has_end_marks):
     weights = [weight(seed) for seed in range(6)]
     engine = make_engine(policy=TransferPolicy(prefetch_bytes=2 * NBYTES))
     output = run_layers(Sites(engine, has_end_marks=has_end_marks), weights, ["a"] * 6).sum()
@@ -188,7 +188,7 @@ def test_bytes_are_reloaded_with_their_original_alignment():
     engine = make_engine()
     x = torch.randn(4096, requires_grad=True)
     h = x * 2
-    output = Sites(engine)(lambda h: h[300:3000].sin(), h)  # 1200 bytes into the storage: 176 behind a multiple of 512
+    output = Sites(engine)(lambda h: h[300:3000].sin(), h)  # 1200 bytes into the storage: 176 after a multiple of 512
     saved = output.grad_fn._saved_self
     assert (saved.data_ptr() - saved.untyped_storage().data_ptr()) % 512 == 1200 % 512
     assert torch.equal(saved, h[300:3000])
@@ -197,7 +197,7 @@ def test_bytes_are_reloaded_with_their_original_alignment():
 
 
 @pytest.mark.parametrize(("keeps_all", "place"), [(True, "layers.3.a mb=2"), (False, "backward of layers.3.a mb=2")])
-def test_the_ledger_says_where_in_the_step_the_peak_is(keeps_all, place):
+def test_the_ledger_locates_the_peak_within_the_step(keeps_all, place):
     weights = [weight(seed) for seed in range(3)]
     engine = make_engine(min_offloaded_numel=(1 << 30) if keeps_all else 0, policy=TransferPolicy(prefetch_bytes=1 << 30))
     ledger = ActivationLedger(parameters=weights)
@@ -205,6 +205,6 @@ def test_the_ledger_says_where_in_the_step_the_peak_is(keeps_all, place):
         output = run_layers(Sites(engine, microbatch=2), weights, ["a"] * 3).sum()
         output.backward()
     peak = ledger.find_peak()
-    # Where all stays, forward's end; where all leaves, and comes back at once, what backward takes first.
+    # The end of forward if all is kept; if all is offloaded, the start of backward, which reloads everything at once.
     assert (peak.resident_bytes, peak.place) == (ledger.peak_bytes, place)
     engine.close()

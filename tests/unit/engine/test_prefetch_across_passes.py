@@ -1,4 +1,4 @@
-"""Tests the reload of a backward's first groups during the pass before, once the order of a step is known."""
+"""Tests prefetching a backward's first groups during the previous pass, once the order of a step is known."""
 
 import pytest
 import torch
@@ -17,13 +17,13 @@ ORDERS = {
     "interleaved": "F0 F1 F2 F3 B2 F4 B3 F5 B0 F6 B1 F7 B6 B7 B4 B5",
     "overlapped": "F0 F1 F2 B1 F3 B0 B3 B2",
     "forwards, then backwards": "F0 F1 F2 B0 B1 B2",
-    "the last first": "F0 F1 F2 B2 B1 B0",
+    "last first": "F0 F1 F2 B2 B1 B0",
 }
 EACH_ORDER = pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 
 
 class Training:
-    """Steps of microbatches with three sites each, whose backwards come in any order; `-` in place of `B` drops a graph."""
+    """Steps of microbatches with three sites each and backwards in any order; `-` instead of `B` drops a graph."""
 
     def __init__(self, *, is_offloaded: bool = True) -> None:
         self.engine = (
@@ -49,7 +49,7 @@ class Training:
         return self.weight.grad
 
     def measure(self, order: str) -> tuple[int, int]:
-        """Return how many storages backward waited for in a step, and its peak."""
+        """Return the prefetch misses and the peak of a step."""
         self.ledger.samples.clear()
         with self.engine.observe(self.ledger), self.ledger.watch():
             self.run(order)
@@ -57,33 +57,33 @@ class Training:
 
 
 @EACH_ORDER
-def test_no_backward_of_a_known_order_waits_and_the_peak_is_not_above_that_of_an_unknown_one(order):
+def test_a_known_order_removes_prefetch_misses_without_raising_the_peak(order):
     training = Training()
     unknown_misses, unknown_peak_bytes = training.measure(order)
     misses, peak_bytes = training.measure(order)
     assert unknown_misses == order.count("B")
-    assert misses == ("F2 B2" in order)  # nothing returns during its own forward
+    assert misses == ("F2 B2" in order)  # no prefetch during its own forward
     assert peak_bytes <= unknown_peak_bytes
 
 
 @EACH_ORDER
-def test_any_order_gives_the_same_bits_and_leaves_nothing_on_the_host(order):
+def test_any_order_is_bitwise_identical_and_releases_all_host_memory(order):
     offloaded, plain = Training(), Training(is_offloaded=False)
-    # The known order is wrong after each change, and graphs are dropped that were to come next.
-    for one in (order, order, ORDERS["the last first"], "F0 F1 F2 B0 -1 B2", order, "F0 F1 F2 -2 B1 B0", order):
+    # The known order is wrong after each change, and the graph expected next may be dropped.
+    for one in (order, order, ORDERS["last first"], "F0 F1 F2 B0 -1 B2", order, "F0 F1 F2 -2 B1 B0", order):
         assert_same_bits([plain.run(one)], [offloaded.run(one)])
         assert offloaded.engine.arena.used_bytes == 0
 
 
-def test_tensors_reloaded_for_a_backward_that_does_not_run_next_are_freed():
+def test_prefetched_tensors_are_freed_if_another_backward_runs_next():
     training = Training()
     training.run("F0 F1 F2 B0 B1 B2")
-    _, right_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")
-    _, wrong_peak_bytes = training.measure("F0 F1 F2 B1 B0 B2")
-    assert wrong_peak_bytes <= right_peak_bytes
+    _, known_peak_bytes = training.measure("F0 F1 F2 B0 B1 B2")
+    _, changed_peak_bytes = training.measure("F0 F1 F2 B1 B0 B2")
+    assert changed_peak_bytes <= known_peak_bytes
 
 
-def test_a_graph_that_somebody_keeps_does_not_hide_the_order_for_good(monkeypatch):
+def test_the_order_is_still_learned_while_an_old_graph_is_kept_alive(monkeypatch):
     monkeypatch.setattr(pass_order, "MOST_FORWARDS", 4)
     training = Training()
     kept = Sites(training.engine)(torch.sin, training.weight * 2)

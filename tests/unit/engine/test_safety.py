@@ -1,4 +1,4 @@
-"""Tests that conditions that could make results wrong raise an error, and that nothing leaks."""
+"""Tests that conditions that could make results wrong raise an error or are handled."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def leaf(*size: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).requires_grad_()
 
 
-def test_a_region_that_is_ended_twice_is_refused():
+def test_ending_a_region_twice_is_refused():
     engine = make_engine()
     region = engine.find_region(Site(chunk=0, layer=0, tag="core_attn"), Lane(chunk=0, microbatch=0))
     region.end(None)
@@ -24,8 +24,8 @@ def test_a_region_that_is_ended_twice_is_refused():
         region.end(None)
 
 
-class DoublesWhatItSaved(torch.autograd.Function):
-    """Changes its saved tensor in place in backward, as fused losses do with theirs."""
+class DoubleSavedTensor(torch.autograd.Function):
+    """Changes its saved tensor in place in backward, as fused losses do."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -40,27 +40,27 @@ class DoublesWhatItSaved(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
-def test_a_backward_that_changes_what_another_op_saved_too_is_refused_as_torch_refuses_it(make_device):
+def test_a_backward_that_changes_a_tensor_saved_by_another_op_raises_as_in_torch(make_device):
     for engine in (None, make_engine(make_device())):
         x = leaf(64, 64)
-        output = Sites(engine)(lambda h: h.cos() + DoublesWhatItSaved.apply(h), x * 2)
+        output = Sites(engine)(lambda h: h.cos() + DoubleSavedTensor.apply(h), x * 2)
         with pytest.raises(
             RuntimeError, match="changed in place during backward" if engine else "modified by an inplace operation"
         ):
             output.sum().backward()
 
 
-def test_a_kept_graph_whose_saved_tensor_backward_changed_is_refused_as_torch_refuses_it():
+def test_a_second_backward_after_the_first_changed_a_saved_tensor_raises_as_in_torch():
     for engine in (None, make_engine()):
         x = leaf(64, 64)
         sites = Sites(engine)
-        output = sites(DoublesWhatItSaved.apply, sites(lambda h: h.sin(), x * 2)).sum()
+        output = sites(DoubleSavedTensor.apply, sites(lambda h: h.sin(), x * 2)).sum()
         output.backward(retain_graph=True)
         with pytest.raises(RuntimeError, match="changed in place" if engine else "modified by an inplace operation"):
             output.backward()
 
 
-def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_for_the_same():
+def test_a_storage_resized_and_refilled_between_two_saves_is_offloaded_again():
     x = leaf(64, 64)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -68,20 +68,20 @@ def test_a_storage_that_was_emptied_and_refilled_between_two_saves_is_not_taken_
         first = sites(lambda h: h.sin(), h)
         storage, nbytes, address = h.untyped_storage(), h.untyped_storage().nbytes(), h.data_ptr()
         refill = h.detach() + 1
-        elsewhere = []
-        while storage.data_ptr() in (0, address):  # the same bytes again would not be told from the first ones
+        others = []
+        while storage.data_ptr() in (0, address):  # the same address again would hide the change
             storage.resize_(0)
-            elsewhere.append(torch.empty(64, 64))
+            others.append(torch.empty(64, 64))
             storage.resize_(nbytes)
         h.data.copy_(refill)
         second = sites(lambda h: h.cos(), h)
-        del first, elsewhere  # the first save is lost, and nobody wants it
+        del first, others  # no backward uses the first save
         return second
 
     check_same_bits(forward, [x]).close()
 
 
-def test_a_storage_that_was_changed_in_place_between_two_saves_is_not_taken_for_the_same():
+def test_a_storage_changed_in_place_between_two_saves_is_offloaded_again():
     x = leaf(64, 64)
 
     def forward(sites: Sites) -> torch.Tensor:
@@ -90,13 +90,13 @@ def test_a_storage_that_was_changed_in_place_between_two_saves_is_not_taken_for_
         with torch.no_grad():
             h.add_(1)
         second = sites(lambda h: h.cos(), h)
-        del first  # the first save is lost, and nobody wants it
+        del first  # no backward uses the first save
         return second
 
     check_same_bits(forward, [x]).close()
 
 
-def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
+def test_backward_uses_data_assigned_to_a_parameter_after_forward_as_torch_does():
     gradients = []
     for engine in (None, make_engine()):
         x, w = leaf(8, 8), torch.nn.Parameter(torch.eye(8))
@@ -108,7 +108,7 @@ def test_data_that_a_parameter_gets_before_backward_is_used_as_torch_uses_it():
     assert gradients[0][0, 0] == 10
 
 
-def test_a_buffer_is_allocated_on_the_stream_that_saved_whichever_stream_reloads_it():
+def test_a_reload_buffer_is_allocated_on_the_stream_that_saved_the_tensor():
     device = ClockedCpuDevice()
     engine = make_engine(device)
     sites = Sites(engine)

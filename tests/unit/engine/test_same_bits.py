@@ -17,7 +17,7 @@ def test_views_of_one_storage_with_different_element_sizes_are_reloaded():
     class SaveBoth(torch.autograd.Function):
         @staticmethod
         def forward(ctx, tensor):
-            ctx.save_for_backward(tensor[:8], tensor.view(torch.uint8)[:61])  # ends within an element of the other
+            ctx.save_for_backward(tensor[:8], tensor.view(torch.uint8)[:61])  # ends inside an element of the other view
             return tensor.sin()
 
         @staticmethod
@@ -29,12 +29,12 @@ def test_views_of_one_storage_with_different_element_sizes_are_reloaded():
     check_same_bits(lambda sites: sites(SaveBoth.apply, x * 2), [x]).close()
 
 
-def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go():
+def test_a_storage_saved_by_two_groups_is_offloaded_once():
     x, w = leaf(64, 64), torch.nn.Parameter(leaf(64, 64, seed=1))
 
     def forward(sites: Sites) -> torch.Tensor:
-        context = sites(lambda h: h.softmax(-1), x @ w, tag="core_attn")  # keeps its output
-        return sites(lambda h: h @ w, context, tag="attn_proj")  # keeps its input, the same storage
+        context = sites(lambda h: h.softmax(-1), x @ w, tag="core_attn")  # saves its output
+        return sites(lambda h: h @ w, context, tag="attn_proj")  # saves its input, the same storage
 
     engine = check_same_bits(forward, [x, w])
     stats = engine.finish_step()
@@ -44,14 +44,14 @@ def test_a_storage_that_two_groups_save_moves_once_and_is_freed_when_both_let_go
     engine.close()
 
 
-def test_a_view_of_less_than_half_of_its_storage_moves_alone():
+def test_a_view_of_less_than_half_of_its_storage_is_offloaded_alone():
     x = leaf(64, 64)
     engine = check_same_bits(lambda sites: sites(lambda h: h[:, ::4].sin(), x * 2), [x])
     assert engine.finish_step().d2h_bytes == 64 * 16 * 4
     engine.close()
 
 
-def test_many_small_views_of_one_storage_move_as_one():
+def test_many_small_views_of_one_storage_are_offloaded_as_one():
     x = leaf(64, 64)
 
     def experts(h: torch.Tensor) -> torch.Tensor:
@@ -63,15 +63,15 @@ def test_many_small_views_of_one_storage_move_as_one():
     engine.close()
 
 
-def test_a_save_outside_of_every_region_joins_the_group_whose_storage_it_shares():
+def test_a_save_outside_all_regions_joins_the_group_that_shares_its_storage():
     x, w = leaf(64, 96), leaf(96, 96, seed=1)
 
     def forward(sites: Sites) -> torch.Tensor:
         with sites.watched():
             mixed = x @ w
             query, value = mixed.chunk(2, dim=-1)
-            rotated = query.sin()  # outside: keeps the query, a half of the mixed storage
-            return sites(lambda q, v: q * v, rotated, value)  # keeps the value, the other half
+            rotated = query.sin()  # outside: saves the query, half of the mixed storage
+            return sites(lambda q, v: q * v, rotated, value)  # saves the value, the other half
 
     engine = check_same_bits(forward, [x, w])
     stats = engine.finish_step()
@@ -81,27 +81,27 @@ def test_a_save_outside_of_every_region_joins_the_group_whose_storage_it_shares(
 
 
 @DEVICES
-def test_held_groups_are_offloaded_at_the_flush_and_reloaded_bitwise_identical(make_device):
+def test_held_back_groups_are_offloaded_at_the_flush_and_bitwise_identical(make_device):
     x = leaf(64, 64)
     engine = make_engine(make_device())
-    moved = []
+    offloaded_bytes = []
 
     def forward(sites: Sites) -> torch.Tensor:
         h = sites(lambda h: h.sin(), x * 2, is_held=True)
         h = sites(lambda h: h.exp(), h, is_held=True)
         if sites.engine:
-            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
+            offloaded_bytes.append(engine._counters.get_tag("core_attn").d2h_bytes)
             engine.flush()
-            moved.append(engine._counters.get_tag("core_attn").d2h_bytes)
+            offloaded_bytes.append(engine._counters.get_tag("core_attn").d2h_bytes)
         return h
 
     check_same_bits(forward, [x], engine)
-    assert moved == [0, 2 * 64 * 64 * 4]
+    assert offloaded_bytes == [0, 2 * 64 * 64 * 4]
     engine.close()
 
 
-def test_marks_do_not_change_the_order_in_which_gradients_are_summed():
-    # An identity function in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
+def test_end_marks_do_not_change_the_order_of_gradient_accumulation():
+    # An identity op in the graph would sum the norm's two gradients before the residual's; see [Note: Marks].
     x = leaf(256, 64)
     w = leaf(64, seed=1)
 

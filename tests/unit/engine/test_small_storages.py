@@ -1,4 +1,4 @@
-"""Storages smaller than what leaves go past the engine's bookkeeping, and are guarded as all others are."""
+"""Tests storages below the minimum size: the engine does not track them, but detects in-place changes."""
 
 import pytest
 import torch
@@ -14,23 +14,23 @@ LIMIT_BYTES = 1024
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
-def test_a_change_in_place_of_a_small_tensor_is_found(is_watched):
+def test_an_in_place_change_of_a_small_tensor_raises(is_watched):
     engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
     sites = Sites(engine)
     h = leaf(8) * 2
     if is_watched:
         with sites.watched():
-            out = h.sin()
+            output = h.sin()
     else:
-        out = sites(torch.sin, h)
+        output = sites(torch.sin, h)
     with torch.no_grad():
         h.mul_(2)
     with pytest.raises(StateError, match="changed in place"):
-        out.sum().backward()
+        output.sum().backward()
 
 
 class SaveBoth(torch.autograd.Function):
-    """Saves the bytes of its input as what they are and as fp32, in either order."""
+    """Saves its input as bytes and as fp32, in either order."""
 
     @staticmethod
     def forward(ctx, octets, tensor, is_wide_first):
@@ -45,8 +45,8 @@ class SaveBoth(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("is_wide_first", [False, True])
-def test_of_a_storage_saved_as_two_types_no_save_holds_what_another_lets_leave(is_wide_first):
-    # 3000 bytes are enough elements of one type, and of the other only both saves together.
+def test_a_storage_saved_as_two_dtypes_is_offloaded_if_one_save_is_large_enough(is_wide_first):
+    # 3000 bytes are enough elements as bytes, but too few as fp32.
     engine = make_engine(min_offloaded_numel=1000)
     x = leaf(4)
     sites, octets = Sites(engine), torch.arange(3000).to(torch.uint8)
@@ -58,11 +58,11 @@ def test_of_a_storage_saved_as_two_types_no_save_holds_what_another_lets_leave(i
 
 
 def make_pieces(size):
-    memory = torch.zeros(size + 8).numpy()  # which both hold, and torch knows nothing of
+    memory = torch.zeros(size + 8).numpy()  # both tensors keep it alive, which torch cannot see
     return torch.from_numpy(memory[:size]), torch.from_numpy(memory[size:])
 
 
-def test_a_small_piece_of_an_allocation_leaves_too_since_it_would_hold_all_of_it():
+def test_a_small_storage_is_offloaded_with_the_larger_one_in_its_allocation():
     large = leaf(4096)
     engine = make_engine(min_offloaded_bytes=LIMIT_BYTES)
     check_same_bits(lambda sites: sites(lambda h: TwoOfOneAllocation.apply(h, make_pieces), large * 2), [large], engine)

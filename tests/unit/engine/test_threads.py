@@ -1,4 +1,4 @@
-"""Two models in one process: on one engine or on two, on one thread or on several."""
+"""Tests two threads in one process that train with a shared engine or one engine each."""
 
 import gc
 import itertools
@@ -22,21 +22,21 @@ SIZE = 48
 NBYTES = SIZE * SIZE * 4
 
 
-class OneAtATime(CpuDevice):
-    """Refuses a copy that a thread queues while another queues one."""
+class SerialCopyDevice(CpuDevice):
+    """Fails if two threads queue copies at the same time."""
 
     is_copying = False
 
     def copy_bytes(self, **names):
         assert not self.is_copying
         self.is_copying = True
-        time.sleep(1e-4)  # another thread goes on
+        time.sleep(1e-4)  # lets another thread run
         super().copy_bytes(**names)
         self.is_copying = False
 
 
 class Training:
-    """A model of its own, by its seed; all that changes hands between forward and backward goes through the engine."""
+    """Trains a model that depends on `seed`; all its saved tensors go through the engine."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
@@ -70,21 +70,21 @@ class Training:
 
 
 def make_tight_engine(make_device: Callable, threads: int) -> OffloadEngine:
-    """An engine with late copies that reuse each other's host blocks."""
+    """Return an engine with a small window and a small host budget, so that copies reuse host blocks."""
     policy = TransferPolicy(window_bytes=3 * NBYTES, prefetch_bytes=2 * NBYTES)
     return make_engine(make_device(), policy=policy, host_budget_bytes=threads * 20 * NBYTES)
 
 
 @pytest.fixture
-def _switch_often():
+def _short_switch_interval():
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)  # seconds; 5 ms by default, in which a whole step would run undisturbed
+    sys.setswitchinterval(1e-5)  # seconds; in the default 5 ms a whole step would run uninterrupted
     yield
     sys.setswitchinterval(interval)
 
 
 def run_together(functions: list[Callable[[], object]]) -> None:
-    """Run each on a thread, all beginning at the same time; raise the first error."""
+    """Run each function on a thread, all started together, and raise the first error."""
     barrier = threading.Barrier(len(functions))
     errors: list[BaseException] = []
 
@@ -108,7 +108,7 @@ def run_together(functions: list[Callable[[], object]]) -> None:
 
 
 def train_together(engines: list[OffloadEngine]) -> None:
-    """Train one model for each of `engines`, each on a thread, and check the bits of each."""
+    """Train one model per engine, each on its own thread, and check that all are bitwise identical."""
     expected = [Training(seed).train(None) for seed in range(len(engines))]
     found: dict[int, list[torch.Tensor]] = {}
     in_step = threading.Barrier(len(engines))
@@ -116,7 +116,7 @@ def train_together(engines: list[OffloadEngine]) -> None:
     def train(seed: int) -> None:
         training = Training(seed)
         for _ in range(STEPS):
-            in_step.wait(timeout=30)  # so that the steps overlap, however the threads are scheduled
+            in_step.wait(timeout=30)  # makes the steps overlap, regardless of scheduling
             training.step(engines[seed])
         found[seed] = [weight.detach() for weight in training.weights]
 
@@ -125,10 +125,10 @@ def train_together(engines: list[OffloadEngine]) -> None:
         assert_same_bits(weights, found[seed])
 
 
-@pytest.mark.usefixtures("_switch_often")
-@pytest.mark.parametrize("make_device", [OneAtATime, DelayedCpuDevice])
-@pytest.mark.parametrize("is_shared", [True, False], ids=["one engine", "an engine each"])
-def test_threads_that_train_at_once_give_the_bits_of_one_thread_without(is_shared, make_device):
+@pytest.mark.usefixtures("_short_switch_interval")
+@pytest.mark.parametrize("make_device", [SerialCopyDevice, DelayedCpuDevice])
+@pytest.mark.parametrize("is_shared", [True, False], ids=["one engine", "one engine each"])
+def test_training_on_two_threads_is_bitwise_identical_to_one_thread_without_offload(is_shared, make_device):
     engines = [make_tight_engine(make_device, threads=1 + is_shared) for _ in range(1 if is_shared else 2)]
     train_together(engines * 2 if is_shared else engines)
     for engine in engines:
@@ -139,9 +139,9 @@ def test_threads_that_train_at_once_give_the_bits_of_one_thread_without(is_share
         engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
+@pytest.mark.usefixtures("_short_switch_interval")
 @DEVICES
-def test_forward_of_the_next_microbatch_while_another_thread_runs_backward_gives_the_same_bits(make_device):
+def test_forward_and_backward_on_two_threads_at_once_are_bitwise_identical(make_device):
     training = Training(0)
     expected = [torch.autograd.grad(training.forward(None, index), training.weights) for index in range(8)]
     engine = make_tight_engine(make_device, threads=2)
@@ -150,22 +150,22 @@ def test_forward_of_the_next_microbatch_while_another_thread_runs_backward_gives
     for index in range(8):
         loss, following = losses.pop(), []
 
-        def go_forward(index: int = index, following: list = following) -> None:
+        def run_forward(index: int = index, following: list = following) -> None:
             if index < 7:
                 following.append(training.forward(engine, index + 1))
 
-        def go_backward(loss: torch.Tensor = loss) -> None:
+        def run_backward(loss: torch.Tensor = loss) -> None:
             found.append(torch.autograd.grad(loss, training.weights))
 
-        run_together([go_forward, go_backward])
+        run_together([run_forward, run_backward])
         losses = following
     for one, other in zip(expected, found, strict=True):
         assert_same_bits(one, other)
     engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
-def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_memory_back():
+@pytest.mark.usefixtures("_short_switch_interval")
+def test_graphs_dropped_on_one_thread_while_another_trains_release_their_memory():
     engine = make_tight_engine(DelayedCpuDevice, threads=2)
     expected = Training(0).train(None)
     found: list[list[torch.Tensor]] = []
@@ -176,9 +176,9 @@ def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_m
         is_over.set()
 
     def drop() -> None:
-        waste = Training(1)
+        dropped = Training(1)
         for index in itertools.count():
-            waste.forward(engine, index % 4)
+            dropped.forward(engine, index % 4)
             if is_over.is_set():
                 return
 
@@ -188,17 +188,17 @@ def test_graphs_that_are_dropped_on_one_thread_while_another_trains_give_their_m
     engine.close()
 
 
-@pytest.mark.usefixtures("_switch_often")
-def test_a_thread_that_raises_again_and_again_leaves_the_other_its_bits():
+@pytest.mark.usefixtures("_short_switch_interval")
+def test_repeated_exceptions_on_one_thread_do_not_change_results_on_another():
     engine = make_tight_engine(CpuDevice, threads=2)
     expected = Training(0).train(None)
     found: list[list[torch.Tensor]] = []
 
     def fail(h: torch.Tensor) -> torch.Tensor:
         h.sin()
-        raise ValueError("the user's own")
+        raise ValueError("user error")
 
-    def raise_often() -> None:
+    def raise_repeatedly() -> None:
         x = leaf(SIZE, SIZE)
         for _ in range(100):
             sites = Sites(engine)
@@ -207,7 +207,7 @@ def test_a_thread_that_raises_again_and_again_leaves_the_other_its_bits():
             except ValueError:
                 continue
 
-    run_together([lambda: found.append(Training(0).train(engine)), raise_often])
+    run_together([lambda: found.append(Training(0).train(engine)), raise_repeatedly])
     assert_same_bits(expected, found[0])
     gc.collect()
     assert engine.arena.used_bytes == 0

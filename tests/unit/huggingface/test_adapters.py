@@ -1,6 +1,6 @@
-"""Entry points of verl, ms-swift and TRL, replaced from outside: stubs have the real signatures and must not run."""
+"""Tests the adapters that replace entry points of verl, ms-swift and TRL; the stubs have the real signatures."""
 
-# ruff: noqa: FBT002 - the signatures are those of others
+# ruff: noqa: FBT002 - signatures of other projects
 
 import gc
 import importlib
@@ -24,7 +24,7 @@ from fgoffload.integrations.ms_swift import PLUGIN
 
 @pytest.fixture
 def add_module(monkeypatch):
-    """Return a function that puts a stub module into `sys.modules`, until the test ends."""
+    """Return a function that adds a stub module to `sys.modules` until the test ends."""
 
     def add(path, **contents):
         for name in [path[:end] for end, letter in enumerate(path) if letter == "."]:
@@ -39,38 +39,38 @@ def add_module(monkeypatch):
 
 
 @pytest.fixture
-def import_anew(monkeypatch):
-    def import_it(name):
+def import_fresh(monkeypatch):
+    def import_module(name):
         monkeypatch.delitem(sys.modules, name, raising=False)
         return importlib.import_module(name)
 
-    return import_it
+    return import_module
 
 
-def check_takes_the_same(ours, theirs):
-    """Check that `ours` can be called as `theirs`, by position and by name."""
+def check_same_parameters(ours, theirs):
+    """Check that `ours` accepts all arguments of `theirs`, by position and by name."""
     found = list(inspect.signature(ours).parameters)
     assert found[: len(inspect.signature(theirs).parameters)] == list(inspect.signature(theirs).parameters)
 
 
-def test_verl_calls_ours_wherever_it_has_imported_its_own(add_module, import_anew):
+def test_the_adapter_replaces_every_import_of_verls_function(add_module, import_fresh):
     def theirs(model, strategy, enable_ckpt=False):
-        raise AssertionError("verl's own was called")
+        raise AssertionError("verl's own function was called")
 
     definition = add_module("verl.utils.activation_offload", enable_activation_offloading=theirs)
     user = add_module("verl.workers.engine.fsdp.transformer_impl", enable_activation_offloading=theirs)
     others = [
         add_module("another.project", enable_activation_offloading=theirs),
-        add_module("verl.another", enable_activation_offloading=print),  # another function of the same name
+        add_module("verl.another", enable_activation_offloading=print),  # another function with the same name
     ]
-    import_anew("fgoffload.integrations.verl")
+    import_fresh("fgoffload.integrations.verl")
     assert definition.enable_activation_offloading is user.enable_activation_offloading is enable_activation_offloading
     assert [other.enable_activation_offloading for other in others] == [theirs, print]
-    check_takes_the_same(enable_activation_offloading, theirs)
-    import_anew("fgoffload.integrations.verl")  # as each role of verl does
+    check_same_parameters(enable_activation_offloading, theirs)
+    import_fresh("fgoffload.integrations.verl")  # as each verl role does
 
 
-def test_a_project_without_the_entry_point_is_refused_with_its_path_and_the_versions_that_have_it(add_module):
+def test_a_missing_entry_point_is_refused_with_its_path_and_supported_versions(add_module):
     add_module("verl.utils.activation_offload")
     with pytest.raises(
         IntegrationError, match=r"verl\.utils\.activation_offload\.switch does not exist here\. verl 1 to 2 has it: "
@@ -81,7 +81,7 @@ def test_a_project_without_the_entry_point_is_refused_with_its_path_and_the_vers
 
 
 def import_plugin():
-    """Import our plugin as ms-swift imports it: as a file, whose folder comes first in `sys.path`."""
+    """Import our plugin from its file, as ms-swift does."""
     spec = importlib.util.spec_from_file_location("_swift_external_0", PLUGIN)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -89,44 +89,44 @@ def import_plugin():
 
 
 @needs("transformers", "accelerate")
-def test_the_name_of_ms_swifts_callback_makes_ours_with_its_arguments(add_module, tmp_path):
+def test_ms_swifts_callback_name_creates_our_callback(add_module, tmp_path):
     from fgoffload.integrations.transformers import OffloadCallback
 
     class Theirs:
         def __init__(self, args, trainer):
-            raise AssertionError("ms-swift's own was made")
+            raise AssertionError("ms-swift's own callback was created")
 
     swift = add_module("swift.callbacks", callbacks_map={"activation_cpu_offload": Theirs, "lisa": Theirs})
     import_plugin()
-    made = swift.callbacks_map["activation_cpu_offload"](object(), object())
-    assert isinstance(made, OffloadCallback)
+    created = swift.callbacks_map["activation_cpu_offload"](object(), object())
+    assert isinstance(created, OffloadCallback)
     assert swift.callbacks_map["lisa"] is Theirs
-    trainer = make_trainer(make_llama_of_a_mebibyte(), tmp_path, made, fsdp_config={"activation_cpu_offload": True})
+    trainer = make_trainer(make_llama_with_1_mib_activations(), tmp_path, created, fsdp_config={"activation_cpu_offload": True})
     trainer.train()
     assert trainer.state.log_history[0]["offload/percent"] > 0
 
 
-def make_llama_of_a_mebibyte():
+def make_llama_with_1_mib_activations():
     from support.huggingface import make_llama
 
     return make_llama(hidden_size=64, intermediate_size=8192)
 
 
-def test_the_folder_of_the_plugin_hides_no_module_of_another_name(monkeypatch):
+def test_the_plugin_folder_shadows_no_other_module(monkeypatch):
     monkeypatch.syspath_prepend(str(PLUGIN).rpartition("/")[0])
     for name in ("transformers", "megatron", "trl", "verl", "torch", "ms_swift"):
         spec = importlib.util.find_spec(name)
         assert spec is None or "fgoffload" not in str(spec.origin or spec.submodule_search_locations)
 
 
-def test_trls_context_offloads_from_the_first_step_on_and_takes_what_the_original_takes(add_module, import_anew):
+def test_trls_context_offloads_from_the_first_step_and_has_the_original_signature(add_module, import_fresh):
     def theirs(model, use_pin_memory=True, use_streams=True, min_offload_size=1024, max_fwd_stash_size=5, warn_if_no_head=True):
-        raise AssertionError("TRL's own was called")
+        raise AssertionError("TRL's own function was called")
 
     add_module("trl.models.activation_offloading", get_act_offloading_ctx_manager=theirs)
     user = add_module("trl.trainer.sft_trainer", get_act_offloading_ctx_manager=theirs)
-    import_anew("fgoffload.integrations.trl")
-    check_takes_the_same(user.get_act_offloading_ctx_manager, theirs)
+    import_fresh("fgoffload.integrations.trl")
+    check_same_parameters(user.get_act_offloading_ctx_manager, theirs)
     model = make_net()
     model._no_split_modules = ["Block"]
     context = user.get_act_offloading_ctx_manager(model=model, use_pin_memory=False, min_offload_size=0)
@@ -141,12 +141,12 @@ def test_trls_context_offloads_from_the_first_step_on_and_takes_what_the_origina
     before = context.handle.last_stats
     with pytest.raises(ZeroDivisionError), context:
         raise ZeroDivisionError
-    assert context.handle.last_stats is before  # a step that failed is no step
+    assert context.handle.last_stats is before  # a failed step does not count
 
 
-def test_trls_context_does_not_hold_the_model_and_says_which_options_have_no_effect(add_module, import_anew, caplog):
+def test_trls_context_does_not_keep_the_model_alive_and_warns_of_ignored_options(add_module, import_fresh, caplog):
     add_module("trl.models.activation_offloading", get_act_offloading_ctx_manager=print)
-    adapter = import_anew("fgoffload.integrations.trl")
+    adapter = import_fresh("fgoffload.integrations.trl")
     model = make_net()
     context = adapter.get_act_offloading_ctx_manager(model)
     assert caplog.messages == []
@@ -164,13 +164,13 @@ def test_trls_context_does_not_hold_the_model_and_says_which_options_have_no_eff
 
 @needs("transformers", "trl")
 @pytest.mark.filterwarnings("ignore")
-def test_an_sft_trainer_with_trls_own_switch_computes_the_same_bits_with_our_engine(tmp_path, import_anew):
+def test_an_sft_trainer_with_trls_own_switch_is_bitwise_identical_with_our_engine(tmp_path, import_fresh):
     plain = make_sft_trainer(tmp_path)
     plain.train()
     module = importlib.import_module("trl.models.activation_offloading")
     theirs, users = module.get_act_offloading_ctx_manager, sys.modules["trl.trainer.sft_trainer"]
     try:
-        adapter = import_anew("fgoffload.integrations.trl")
+        adapter = import_fresh("fgoffload.integrations.trl")
         trainer = make_sft_trainer(tmp_path, activation_offloading=True)
         assert isinstance(trainer.maybe_activation_offload_context, adapter.TrainingSteps)
         trainer.train()
@@ -183,7 +183,7 @@ def test_an_sft_trainer_with_trls_own_switch_computes_the_same_bits_with_our_eng
 
 @needs("swift")
 @pytest.mark.filterwarnings("ignore")
-def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was():
+def test_the_real_ms_swift_imports_the_plugin_and_the_real_transformers():
     from swift.callbacks import callbacks_map
     from swift.utils.utils import import_external_file
 
@@ -191,7 +191,7 @@ def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was(
     try:
         import_external_file(PLUGIN)
         assert callbacks_map["activation_cpu_offload"].__name__ == "SwiftOffloadCallback"
-        check_takes_the_same(callbacks_map["activation_cpu_offload"], theirs)
+        check_same_parameters(callbacks_map["activation_cpu_offload"], theirs)
         assert "fgoffload" not in importlib.util.find_spec("transformers").origin
     finally:
         callbacks_map["activation_cpu_offload"] = theirs
@@ -200,7 +200,7 @@ def test_ms_swift_itself_imports_the_plugin_and_finds_transformers_where_it_was(
 
 @needs("verl")
 @pytest.mark.filterwarnings("ignore")
-def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
+def test_the_real_verl_imports_the_adapter(import_fresh):
     from verl.utils import activation_offload
     from verl.utils.import_utils import import_external_libs
 
@@ -209,14 +209,14 @@ def test_verl_itself_imports_the_adapter_by_its_own_means(import_anew):
         sys.modules.pop("fgoffload.integrations.verl", None)
         import_external_libs("fgoffload.integrations.verl")
         assert activation_offload.enable_activation_offloading is enable_activation_offloading
-        check_takes_the_same(enable_activation_offloading, theirs)
+        check_same_parameters(enable_activation_offloading, theirs)
     finally:
         activation_offload.enable_activation_offloading = theirs
 
 
 @needs("transformers", "trl")
 @pytest.mark.filterwarnings("ignore")
-def test_an_sft_trainer_with_the_callback_computes_the_same_bits(tmp_path):
+def test_an_sft_trainer_with_the_callback_is_bitwise_identical(tmp_path):
     from fgoffload.integrations.transformers import OffloadCallback
 
     plain, offloaded = make_sft_trainer(tmp_path), make_sft_trainer(tmp_path, OffloadCallback(config=ALL))

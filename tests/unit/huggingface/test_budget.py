@@ -1,4 +1,4 @@
-"""A memory budget beside experts, LoRA, torch.compile and autocast: the same bits, whatever the plan."""
+"""Tests that a memory budget with experts, LoRA, torch.compile or autocast is bitwise identical."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import fgoffload
 from fgoffload.integrations.transformers import OffloadCallback
 from fgoffload.plan import Action
 
-# PEFT warns of transformers, and dynamo of itself.
+# PEFT and dynamo log warnings of their own.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
@@ -38,28 +38,28 @@ def train(kind, memory):
 
 
 @pytest.mark.parametrize("kind", ["experts", "lora", "compile", "autocast"])
-def test_a_tight_budget_changes_no_bit(kind):
+def test_a_tight_budget_is_bitwise_identical(kind):
     expected, _ = train(kind, None)
-    found, roomy = train(kind, "1GiB")
+    found, large_budget = train(kind, "1GiB")
     check_equal(expected, found)
-    found, handle = train(kind, int(0.9 * roomy.planned.peak_bytes))
+    found, handle = train(kind, int(0.9 * large_budget.planned.peak_bytes))
     check_equal(expected, found)
     assert {Action.OFFLOAD, Action.RECOMPUTE} & set(handle.planned.plan.actions.values())
 
 
 @pytest.mark.parametrize(
-    ("switch", "says"), [("cache", "DynamicCache.*use_cache = False"), ("checkpoints", "checkpointing_disable")]
+    ("switch", "message"), [("cache", "DynamicCache.*use_cache = False"), ("checkpoints", "checkpointing_disable")]
 )
-def test_layers_that_cannot_be_measured_are_an_error_that_names_the_switch(switch, says):
+def test_layers_that_cannot_be_measured_raise_an_error_with_the_setting_to_change(switch, message):
     model = make_llama(use_cache=switch == "cache").train()
     if switch == "checkpoints":
         model.gradient_checkpointing_enable()
     fgoffload.offload(model, memory="1GiB", config=ALL)
-    with pytest.raises(fgoffload.ConfigError, match=says):
+    with pytest.raises(fgoffload.ConfigError, match=message):
         model(**make_inputs()).loss.backward() or model(**make_inputs())
 
 
-def test_a_handle_is_made_once_and_sizes_need_units():
+def test_repeating_offload_returns_the_same_handle_and_sizes_need_units():
     model = make_llama(use_cache=False)
     assert fgoffload.offload(model, memory="1GiB") is fgoffload.offload(model, memory="1GiB")
     for wrong in ("60", "sixty"):
@@ -67,6 +67,6 @@ def test_a_handle_is_made_once_and_sizes_need_units():
             OffloadCallback(memory=wrong)
     with pytest.raises(fgoffload.ConfigError, match=r"'60GiB' is a size.*OffloadCallback\(memory='60GiB'\)"):
         OffloadCallback("60GiB")
-    OffloadCallback("0.*")  # a glob may begin with a number
+    OffloadCallback("0.*")  # a pattern may start with a number
     with pytest.raises(fgoffload.ConfigError, match="matches one character"):
         fgoffload.offload(make_llama(), "model.layers.[10-15]")

@@ -15,6 +15,6 @@ def test_losses_and_weights_are_bitwise_identical_and_no_parameter_is_offloaded(
         assert plain["losses"] == offloaded["losses"]
         assert plain["parameters"] == offloaded["parameters"]
     saved_tensors, layer_inputs = ([offloaded["saved_gib"] for _, offloaded in found[first::2]] for first in (0, 1))
-    # ZeRO-3 gathers parameters into storages that come and go: were they offloaded, it would save more than ZeRO-2.
+    # ZeRO-3 gathers parameters into temporary storages. If these were offloaded, it would save more than ZeRO-2.
     assert min(saved_tensors) == max(saved_tensors) > max(layer_inputs)
     assert layer_inputs == [LAYERS * HIDDEN_BYTES / 2**30] * 4

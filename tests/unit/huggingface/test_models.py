@@ -1,4 +1,4 @@
-"""Tests that losses and gradients of tiny random models are bitwise identical with offload, for each row of the page."""
+"""Tests that tiny random models are bitwise identical with offload, for each row of `docs/how_to/huggingface.md`."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ pytestmark = [needs("transformers"), OLD_NAMES]
 
 
 def compute(model, inputs):
-    """Return the loss and all gradients, those of dropout the same each time."""
+    """Return the loss and all gradients, with the same dropout in each call."""
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
     loss = model(**inputs).loss
@@ -31,39 +31,39 @@ def compute(model, inputs):
 
 
 def compare(model, inputs=None):
-    """Check that offload of all layers changes no bit, and return what was moved by tag."""
+    """Check that offload of all layers is bitwise identical, and return the offloaded bytes by tag."""
     inputs = make_inputs() if inputs is None else inputs
     model.train()
     expected = compute(model, inputs)
     assert len(expected) > 1
     with offload_sites(model, find_layers(model), ALL) as handle:
         found = compute(model, inputs)
-        moved = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
+        offloaded_bytes = {tag: numbers.d2h_bytes for tag, numbers in handle.stats().tags.items()}
     check_equal(expected, found)
-    return moved
+    return offloaded_bytes
 
 
 @pytest.mark.parametrize("experts", EXPERTS)
 @pytest.mark.parametrize("kind", ["Mixtral", "Qwen3-MoE"])
-def test_mixtures_of_experts(kind, experts):
+def test_mixture_of_experts_models_are_bitwise_identical(kind, experts):
     model = make_moe(kind, experts)
     assert model.config._experts_implementation == experts
     assert compare(model)["layers"] > 0
 
 
 @needs("peft")
-@pytest.mark.filterwarnings("ignore:Unsupported layer type", "ignore:`past_key_values` is deprecated")  # PEFT's own
+@pytest.mark.filterwarnings("ignore:Unsupported layer type", "ignore:`past_key_values` is deprecated")  # from PEFT
 @pytest.mark.parametrize("kind", PEFT)
-def test_adapters_of_peft(kind):
+def test_peft_adapters_are_bitwise_identical(kind):
     model = make_peft(make_llama(), *PEFT[kind])
     names = {site.name for site in find_layers(model)}
-    assert names == {f"model.layers.{layer}" for layer in range(LAYERS)}  # without the parts that PEFT adds
+    assert names == {f"model.layers.{layer}" for layer in range(LAYERS)}  # without PEFT's prefixes
     assert compare(model)["layers"] > 0
 
 
 @needs("peft", "bitsandbytes")
 @pytest.mark.parametrize("bits", [4, 8], ids=["nf4", "int8"])
-def test_lora_of_a_quantized_model(bits):
+def test_lora_on_a_quantized_model_is_bitwise_identical(bits):
     model = make_quantized(bits)
     assert {parameter.dtype for parameter in model.parameters()} > {torch.uint8 if bits == 4 else torch.int8}
     assert compare(model)["layers"] > 0
@@ -71,7 +71,7 @@ def test_lora_of_a_quantized_model(bits):
 
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained tower", "frozen tower"])
 @pytest.mark.parametrize("kind", ["Qwen2-VL", "Qwen3-VL"])
-def test_vision_language_models(kind, is_frozen):
-    moved = compare(make_vision(kind, is_frozen=is_frozen), make_vision_inputs())
-    assert moved["layers"] > 0
-    assert (moved["blocks"] > 0) is not is_frozen  # nothing of a frozen tower is saved
+def test_vision_language_models_are_bitwise_identical(kind, is_frozen):
+    offloaded_bytes = compare(make_vision(kind, is_frozen=is_frozen), make_vision_inputs())
+    assert offloaded_bytes["layers"] > 0
+    assert (offloaded_bytes["blocks"] > 0) is not is_frozen  # a frozen tower saves nothing

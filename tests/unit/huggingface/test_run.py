@@ -15,12 +15,12 @@ from fgoffload.cli.script import imports_any
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
 IMPORTS = ("accelerate", "torch._dynamo", "transformers.integrations", "transformers.models.llama.modeling_llama")
-"""Most of what the script needs, but not the module of `Trainer`: it is imported under the eyes of the command."""
+"""Most imports of the script, except the module of `Trainer`, which must be imported while the command runs."""
 SCRIPT = str(Path(__file__).parents[2] / "support" / "train_llama.py")
 
 
-def list_lines(ended):
-    return [line for line in ended.stderr.splitlines() if line.startswith("fgoffload: ")]
+def list_output_lines(finished):
+    return [line for line in finished.stderr.splitlines() if line.startswith("fgoffload: ")]
 
 
 def list_logged(caplog):
@@ -30,18 +30,18 @@ def list_logged(caplog):
 BUDGET = ("--offload-memory-budget", "40MiB")
 
 
-def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits():
+def test_an_unmodified_script_is_offloaded_and_bitwise_identical():
     command = ("fgoffload", "run", "--", SCRIPT, "--flag", "of the script")
-    ended, plain, planned = run_commands(command, (SCRIPT,), (*command, *BUDGET), imports=IMPORTS, without=())
-    assert ended.returncode == 0, ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    finished, plain, planned = run_commands(command, (SCRIPT,), (*command, *BUDGET), imports=IMPORTS, without=())
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout.splitlines()[-1])
     saved_gib, percent = (found["log"][-1][f"offload/{name}"] for name in ("saved_gib", "percent"))
-    assert list_lines(ended) == [
+    assert list_output_lines(finished) == [
         "fgoffload: Activation offload: OffloadCallback was added to the script's Trainer.",
         f"fgoffload: Memory saved: {saved_gib:.3g} GiB ({percent:.0f}%)",
     ]
     assert found["argv"] == ["--flag", "of the script"]
-    assert found["mode"] == "not_parallel"  # as without the command: no process group in a single process
+    assert found["mode"] == "not_parallel"  # no process group in a single process, as without the command
     plain = json.loads(plain.stdout.splitlines()[-1])
     assert [entry["loss"] for entry in found["log"]] == [entry["loss"] for entry in plain["log"]]
     assert all(entry["offload/percent"] > 90 for entry in found["log"])
@@ -51,18 +51,18 @@ def test_a_script_that_cannot_be_changed_is_offloaded_and_computes_the_same_bits
     assert [entry["loss"] for entry in planned["log"]] == [entry["loss"] for entry in plain["log"]]
 
 
-def test_a_script_that_makes_no_trainer_is_warned_of(tmp_path):
+def test_a_script_that_creates_no_trainer_prints_a_warning(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
     cases = ((), BUDGET, ("--offload-host-budget", "3GiB"))
-    ended, budgeted, ignored = run_commands(*(("fgoffload", "run", str(script), *words) for words in cases))
+    finished, budgeted, ignored = run_commands(*(("fgoffload", "run", str(script), *words) for words in cases))
     line = f"fgoffload: warning: {script} created no Trainer, so nothing was offloaded."
-    assert list_lines(ended) == [line]
-    assert list_lines(budgeted) == [f"{line} --offload-memory-budget had no effect."]
+    assert list_output_lines(finished) == [line]
+    assert list_output_lines(budgeted) == [f"{line} --offload-memory-budget had no effect."]
     assert "--offload-host-budget has no effect on a Trainer." in ignored.stderr
 
 
-def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_path, caplog):
+def test_only_trainers_created_in_the_context_get_the_callback_and_only_once(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     from fgoffload.integrations.transformers import OffloadCallback
     from fgoffload.integrations.transformers.launch import offload_trainers
@@ -71,31 +71,31 @@ def test_trainers_made_in_the_body_have_the_callback_once_and_others_none(tmp_pa
         return sum(isinstance(callback, OffloadCallback) for callback in trainer.callback_handler.callbacks)
 
     before, path = make_trainer(make_llama(), tmp_path), list(sys.meta_path)
-    with offload_trainers() as made:
+    with offload_trainers() as created:
         inside = make_trainer(make_llama(), tmp_path)
         own = make_trainer(make_llama(), tmp_path, OffloadCallback(config=ALL))
         again = make_trainer(make_llama(), tmp_path)
     after = make_trainer(make_llama(), tmp_path)
     assert list(map(count, (before, inside, own, again, after))) == [0, 1, 1, 1, 0]
-    assert isinstance(inside.callback_handler.callbacks[0], OffloadCallback)  # before reporters, which get its numbers too
-    assert made == ["Trainer"] * 3
+    assert isinstance(inside.callback_handler.callbacks[0], OffloadCallback)  # before reporters, so that they get its numbers
+    assert created == ["Trainer"] * 3
     assert list_logged(caplog) == ["Activation offload: OffloadCallback was added to the script's Trainer."]
     assert sys.meta_path == path
 
 
-def test_of_all_processes_the_first_one_says_what_was_added(tmp_path, caplog, monkeypatch):
+def test_only_the_first_process_logs_the_added_callback(tmp_path, caplog, monkeypatch):
     from transformers import Trainer
 
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     monkeypatch.setattr(Trainer, "is_world_process_zero", lambda trainer: False)
-    with offload_trainers() as made:
+    with offload_trainers() as created:
         make_trainer(make_llama(), tmp_path)
-    assert (made, list_logged(caplog)) == (["Trainer"], [])
+    assert (created, list_logged(caplog)) == (["Trainer"], [])
 
 
-def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_ours(tmp_path, monkeypatch):
+def test_a_transformers_without_trainer_raises_its_own_import_error(tmp_path, monkeypatch):
     from fgoffload.integrations.transformers.launch import offload_trainers
 
     (tmp_path / "transformers").mkdir()
@@ -103,13 +103,13 @@ def test_where_transformers_has_no_trainer_the_script_sees_that_and_no_error_of_
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with offload_trainers() as made, pytest.raises(ModuleNotFoundError, match=r"No module named 'transformers\.trainer'"):
+    with offload_trainers() as created, pytest.raises(ModuleNotFoundError, match=r"No module named 'transformers\.trainer'"):
         importlib.import_module("transformers.trainer")
-    assert made == []
+    assert created == []
     del sys.modules["transformers"]
 
 
-def test_a_budget_that_no_plan_meets_is_one_line_and_other_errors_of_a_script_keep_their_traceback(tmp_path):
+def test_a_budget_error_is_one_line_and_other_script_errors_keep_their_traceback(tmp_path):
     scripts = [tmp_path / "budget.py", tmp_path / "own.py"]
     scripts[0].write_text("from fgoffload import BudgetError\nraise BudgetError('memory 1.00 MiB is too small.', 8)")
     scripts[1].write_text("raise ValueError('mine')")
@@ -131,19 +131,19 @@ def test_a_budget_that_no_plan_meets_is_one_line_and_other_errors_of_a_script_ke
         ("no python", False),
     ],
 )
-def test_whether_a_script_imports_a_package_is_read_from_its_source(source, expected, tmp_path):
+def test_imports_any_reads_the_imports_from_the_script_source(source, expected, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(source)
     assert imports_any(str(script), ("transformers", "trl")) is expected
 
 
 @pytest.mark.slow
-def test_two_processes_with_ddp_compute_the_same_bits():
+def test_two_ddp_processes_are_bitwise_identical():
     logs = []
     for program in (("torch.distributed.run", "--nproc-per-node", "2"), ("fgoffload", "run", "--nproc-per-node", "2", "--")):
-        (ended,) = run_commands((*program, SCRIPT))
-        assert ended.returncode == 0, ended.stderr
-        found = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith('{"argv"')]
+        (finished,) = run_commands((*program, SCRIPT))
+        assert finished.returncode == 0, finished.stderr
+        found = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith('{"argv"')]
         assert [one["mode"] for one in found] == ["distributed"] * 2
         logs.append(found[0]["log"])
     plain, offloaded = logs

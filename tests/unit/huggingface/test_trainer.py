@@ -1,4 +1,4 @@
-"""Tests `OffloadCallback` in transformers' `Trainer`: bitwise identical losses and weights, its numbers, and its end."""
+"""Tests `OffloadCallback` in transformers' `Trainer`: bitwise identical training, logged numbers, and cleanup."""
 
 import logging
 import re
@@ -39,7 +39,7 @@ def callback(callback_type):
 
 
 def compare(tmp_path, callback, make_model=make_llama, **options):
-    """Train without and with `callback`, check that all bits are the same, and return the second trainer."""
+    """Check that training with `callback` is bitwise identical, and return its trainer."""
     trainers = []
     for callbacks in ((), (callback,)):
         trainer = make_trainer(make_model(), tmp_path, *callbacks, **options)
@@ -57,7 +57,7 @@ def get_logged(trainer, name):
 
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["saved tensors", "layer inputs"])
 @pytest.mark.parametrize("microbatches", [1, 2])
-def test_training_is_bitwise_identical_and_the_log_has_the_numbers(callback, tmp_path, checkpointing, microbatches):
+def test_training_is_bitwise_identical_and_logs_the_savings(callback, tmp_path, checkpointing, microbatches):
     options = {"gradient_checkpointing": checkpointing, "gradient_accumulation_steps": microbatches}
     trainer = compare(tmp_path, callback, **options)
     assert len(get_logged(trainer, "saved_gib")) == 4
@@ -73,7 +73,7 @@ def test_training_within_a_memory_budget_is_bitwise_identical(callback_type, tmp
     assert re.search(r"layer \d \(LlamaDecoderLayer\), .* saved: .*(offload|recompute)", caplog.text)
 
 
-def test_a_training_run_that_an_error_ended_does_not_block_the_next(callback_type, tmp_path):
+def test_a_failed_training_does_not_block_the_next(callback_type, tmp_path):
     model = make_llama(use_cache=False)
     with pytest.raises(BudgetError, match="too small"):
         make_trainer(model, tmp_path, callback_type(config=ALL, memory="1KiB")).train()
@@ -92,7 +92,7 @@ def test_a_training_run_that_an_error_ended_does_not_block_the_next(callback_typ
     assert get_logged(trainer, "percent") == [100] * 4
 
 
-def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, caplog):
+def test_the_savings_are_logged_once_after_the_third_step(callback, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     for _ in range(2):
         make_trainer(make_llama(), tmp_path, callback, max_steps=2).train()
@@ -101,7 +101,7 @@ def test_after_the_third_step_one_line_says_what_was_saved(callback, tmp_path, c
     assert [line for line in caplog.messages if "saved" in line] == ["Memory saved: 0.000209 GiB (100%)"]
 
 
-def test_the_line_is_logged_on_the_first_process_alone(callback, tmp_path, caplog):
+def test_only_the_first_process_logs_the_savings(callback, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     trainer = make_trainer(make_llama(), tmp_path, callback, max_steps=3)
     trainer.state.is_local_process_zero = False
@@ -113,32 +113,32 @@ def test_the_line_is_logged_on_the_first_process_alone(callback, tmp_path, caplo
     assert "Memory saved" not in caplog.text
 
 
-def test_without_timing_the_log_has_no_wait(callback_type, tmp_path):
+def test_the_log_has_no_wait_time_if_timing_is_disabled(callback_type, tmp_path):
     trainer = make_trainer(make_llama(), tmp_path, callback_type(config=TransferConfig(min_offloaded_bytes=0)), max_steps=1)
     trainer.train()
     assert {name for name in trainer.state.log_history[0] if "/" in name} == {"offload/saved_gib", "offload/percent"}
 
 
-def test_at_the_end_the_model_is_as_before_and_the_host_memory_is_released(callback, tmp_path):
+def test_the_end_of_training_restores_the_model_and_releases_host_memory(callback, tmp_path):
     model, engines = make_llama(), []
 
-    class Watch(type(callback)):
+    class RecordEngines(type(callback)):
         def on_step_end(self, *given, **others):
             super().on_step_end(*given, **others)
             engines.append(self.handle.engine)
 
-    watch = Watch(config=ALL)
-    trainer = make_trainer(model, tmp_path, watch)
+    callback = RecordEngines(config=ALL)
+    trainer = make_trainer(model, tmp_path, callback)
     trainer.train()
-    assert watch.handle is None
+    assert callback.handle is None
     assert not any({"forward", "__getstate__", "_fgoffload_handle"} & set(vars(module)) for module in model.modules())
     assert engines[0].arena.reserved_bytes == 0
-    trainer.train()  # a second training is offloaded again
+    trainer.train()  # a second training is offloaded too
     assert engines[-1] is not engines[0]
 
 
 @pytest.mark.parametrize(("value", "switch"), [(True, True), (False, False), ("yes", True), ("No", False), ("0", False)])
-def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplog, value, switch):
+def test_fsdp_config_switches_offload_on_and_off(callback_type, tmp_path, caplog, value, switch):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.transformers")
     trainer = make_trainer(make_llama(), tmp_path, callback_type(), fsdp_config={"activation_cpu_offload": value}, max_steps=1)
     trainer.train()
@@ -147,20 +147,20 @@ def test_the_key_in_the_fsdp_config_is_the_switch(callback_type, tmp_path, caplo
     assert ("offload is off: fsdp_config has activation_cpu_offload=False." in caplog.messages) is not switch
 
 
-def test_a_value_in_the_fsdp_config_that_is_no_boolean_is_refused(callback, tmp_path):
+def test_a_non_boolean_value_in_the_fsdp_config_is_refused(callback, tmp_path):
     trainer = make_trainer(make_llama(), tmp_path, callback, fsdp_config={"activation_cpu_offload": "maybe"}, max_steps=1)
     with pytest.raises(ConfigError, match="activation_cpu_offload='maybe', which is not a boolean"):
         trainer.train()
 
 
-def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(callback, tmp_path, caplog):
+def test_restarting_with_a_smaller_batch_reuses_the_handle(callback, tmp_path, caplog):
     handles, failed = [], []
 
     def fail_once(module, given):
         handles.append(callback.handle)
         if not failed:
             failed.append(True)
-            raise RuntimeError("CUDA out of memory.")  # what accelerate looks for
+            raise RuntimeError("CUDA out of memory.")  # the message that accelerate looks for
 
     model = make_llama()
     model.model.layers[1].mlp.register_forward_pre_hook(fail_once)
@@ -173,7 +173,7 @@ def test_a_training_that_begins_again_with_a_smaller_batch_keeps_its_handle(call
     assert get_logged(trainer, "percent") == [100] * 4
 
 
-def test_a_model_whose_training_failed_is_plain_again_when_the_callback_serves_another(callback, tmp_path):
+def test_training_another_model_restores_the_model_whose_training_failed(callback, tmp_path):
     model = make_llama()
     hook = model.lm_head.register_forward_pre_hook(lambda *given: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -184,19 +184,19 @@ def test_a_model_whose_training_failed_is_plain_again_when_the_callback_serves_a
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_modules_that_are_named_are_offloaded_and_not_the_layers(callback_type, tmp_path):
+def test_selected_modules_are_offloaded_instead_of_the_layers(callback_type, tmp_path):
     tags = []
 
-    class Watch(callback_type):
+    class RecordTags(callback_type):
         def on_step_end(self, *given, **others):
             super().on_step_end(*given, **others)
             tags.append(set(self.handle.last_stats.tags))
 
-    compare(tmp_path, Watch(["model.layers.*.mlp"], ALL))
+    compare(tmp_path, RecordTags(["model.layers.*.mlp"], ALL))
     assert tags == [{"mlp"}] * 4
 
 
-def test_reporters_get_the_numbers_where_the_callback_was_added_to_the_trainer(callback, tmp_path):
+def test_add_to_makes_the_numbers_visible_to_reporters(callback, tmp_path):
     from transformers import TrainerCallback
 
     logged = []
@@ -212,11 +212,11 @@ def test_reporters_get_the_numbers_where_the_callback_was_added_to_the_trainer(c
     assert not any(name.startswith("offload/") for name in logged[1])  # the summary of the run
 
 
-def test_evaluation_between_steps_changes_nothing(callback, tmp_path):
+def test_training_with_evaluation_between_steps_is_bitwise_identical(callback, tmp_path):
     compare(tmp_path, callback, eval_strategy="steps", eval_steps=1, prediction_loss_only=True)
 
 
-def test_switches_of_others_that_are_on_too_are_named_in_one_warning(callback, tmp_path, caplog):
+def test_other_active_offload_switches_are_listed_in_one_warning(callback, tmp_path, caplog):
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
     model = make_llama()
@@ -232,12 +232,12 @@ def test_switches_of_others_that_are_on_too_are_named_in_one_warning(callback, t
     )
 
 
-def test_without_them_nothing_is_warned_of(callback, tmp_path, caplog):
+def test_without_other_offload_switches_no_warning_is_logged(callback, tmp_path, caplog):
     make_trainer(make_llama(), tmp_path, callback, gradient_checkpointing=True).train()
     assert not [record for record in caplog.records if record.name.startswith("fgoffload") and record.levelno > logging.INFO]
 
 
-def test_a_model_that_fsdp2_shards_is_offloaded_in_its_layers(callback, tmp_path):
+def test_the_layers_of_a_model_sharded_by_fsdp2_are_offloaded(callback, tmp_path):
     def compute(model):
         model.zero_grad()
         loss = model(**make_inputs()).loss

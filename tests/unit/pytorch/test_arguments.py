@@ -13,8 +13,8 @@ pytestmark = pytest.mark.quick
 MODEL = nn.Sequential(nn.Linear(2, 2))
 SIZES = ["min_offloaded_bytes", "window_bytes", "prefetch_bytes", "host_budget_bytes"]
 
-REFUSED = {
-    "a model that is text": (lambda: fgoffload.offload("model", ["*"]), "model 'model' is not a torch.nn.Module"),
+INVALID = {
+    "a string as the model": (lambda: fgoffload.offload("model", ["*"]), "model 'model' is not a torch.nn.Module"),
     "a pattern that is a number": (lambda: fgoffload.offload(MODEL, {1: "a"}), "pattern 1 is not a string"),
     "patterns with a number": (lambda: fgoffload.offload(MODEL, ["*", 1]), "pattern 1 is not a string"),
     "no patterns": (lambda: fgoffload.offload(MODEL, None), "modules None are not patterns"),
@@ -23,7 +23,7 @@ REFUSED = {
     "a config of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), config=1), "config 1 is not a TransferConfig"),
     "a config of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, config="all"), "config 'all' is not a"),
     "text for a group": (lambda: fgoffload.saved_tensors(group_bytes="64MiB"), "group_bytes '64MiB' is not a whole number"),
-    "a part of a byte for a group": (lambda: fgoffload.saved_tensors(group_bytes=1.5), "group_bytes 1.5 is not a whole"),
+    "a fraction of a byte for a group": (lambda: fgoffload.saved_tensors(group_bytes=1.5), "group_bytes 1.5 is not a whole"),
     "a device of a block": (lambda: fgoffload.saved_tensors(device="nonsense"), "device 'nonsense' is not a valid device"),
     "a device of a tensor": (
         lambda: fgoffload.offload_tensor(torch.ones(1), device="gpu0"),
@@ -43,27 +43,27 @@ REFUSED = {
         lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),
         "modules \\('layers',\\) are passed without a model",
     ),
-    "a forward that was run": (lambda: fgoffload.estimate_savings(torch.ones(1)), "forward is a Tensor, which is not callable"),
-    "an estimate of no model": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),
+    "a tensor as forward": (lambda: fgoffload.estimate_savings(torch.ones(1)), "forward is a Tensor, which is not callable"),
+    "a model of an estimate": (lambda: fgoffload.estimate_savings(lambda: None, "model", ["*"]), "model 'model' is not a"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_meaningless_arguments_are_refused_at_once(case):
-    call, says = REFUSED[case]
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_arguments_are_refused_immediately(case):
+    call, message = INVALID[case]
+    with pytest.raises(ConfigError, match=message):
         call()
     assert not MODEL._forward_pre_hooks
 
 
 @pytest.mark.parametrize("value", ["1MiB", 1.5, True, torch.ones(1)], ids=repr)
 @pytest.mark.parametrize("field", SIZES)
-def test_a_size_that_is_no_whole_number_is_refused_by_the_name_of_its_field(field, value):
+def test_a_size_that_is_not_an_integer_is_refused_with_its_field_name(field, value):
     with pytest.raises(ConfigError, match=f"^{field} .* Pass an int"):
         TransferConfig(**{field: value})
 
 
-def test_a_device_that_is_not_here_is_refused_when_it_is_needed(monkeypatch):
+def test_a_missing_device_is_refused_on_first_use(monkeypatch):
     block = fgoffload.saved_tensors(device="cuda:99")
     with pytest.raises(OffloadError):
         block.get_engine()

@@ -1,4 +1,4 @@
-"""Tests that buffers stay on the GPU: batch norm writes its statistics without changing a version."""
+"""Tests that buffers stay on the GPU, since batch norm updates its statistics without a version change."""
 
 import copy
 
@@ -17,7 +17,7 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-def keep_an_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def keep_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     model.eval()
     older = model(inputs)
     model.train()
@@ -27,7 +27,7 @@ def keep_an_older_graph(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return model(inputs).square().sum() + 0 * older.detach().sum() + 0 * older.sum()
 
 
-def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def change_model_between_forwards(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     model.double()
     before = model.eval()(inputs.double())
     model[1].running_mean = model[1].running_mean.clone()
@@ -36,10 +36,10 @@ def change_the_model_in_between(model: nn.Module, inputs: torch.Tensor) -> torch
     return (model.eval()(inputs.double()).square() + before.sin() * between).sum()
 
 
-def run_a_copy(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+def train_a_copy(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     other = copy.deepcopy(model)
-    keep_an_older_graph(model, inputs).backward()
-    loss = keep_an_older_graph(other, inputs)
+    keep_older_graph(model, inputs).backward()
+    loss = keep_older_graph(other, inputs)
     loss.backward()
     return model(inputs).sum() * other[0].weight.grad.sum().item()
 
@@ -58,12 +58,12 @@ def swap_buffers(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return (run(inputs).sin() + older).sum()
 
 
-SEQUENCES = [keep_an_older_graph, change_the_model_in_between, run_a_copy, swap_buffers]
+SEQUENCES = [keep_older_graph, change_model_between_forwards, train_a_copy, swap_buffers]
 
 
-def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
+def run(sequence, *, is_offloaded: bool, device=None) -> list[torch.Tensor]:
     model, inputs = make_model(), make_inputs()
-    handle = fgoffload.offload(model, ["*"], ALL, device=device) if is_on else None
+    handle = fgoffload.offload(model, ["*"], ALL, device=device) if is_offloaded else None
     sequence(model, inputs).backward()
     if handle is not None:
         assert handle.stats().d2h_bytes > 0
@@ -76,10 +76,10 @@ def run(sequence, *, is_on: bool, device=None) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("sequence", SEQUENCES, ids=lambda sequence: sequence.__name__)
 def test_gradients_through_running_statistics_are_bitwise_identical(sequence):
-    check_equal(run(sequence, is_on=False), run(sequence, is_on=True, device=DelayedCpuDevice()))
+    check_equal(run(sequence, is_offloaded=False), run(sequence, is_offloaded=True, device=DelayedCpuDevice()))
 
 
-def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
+def test_running_statistics_changed_during_a_forward_are_bitwise_identical():
     class Toggles(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,17 +90,17 @@ def test_running_statistics_that_change_within_one_forward_give_the_same_bits():
             second = self.norm.train()(3 * hidden + 1)
             return (first.sin() + second.sin() + self.norm.eval()(hidden).sin()).sum()
 
-    def step(*, is_on: bool) -> torch.Tensor:
+    def step(*, is_offloaded: bool) -> torch.Tensor:
         model, inputs = Toggles(), make_inputs().requires_grad_()
-        if is_on:
+        if is_offloaded:
             fgoffload.offload(model, ["norm"], ALL)
         model(inputs).backward()
         return inputs.grad
 
-    check_equal([step(is_on=False)], [step(is_on=True)])
+    check_equal([step(is_offloaded=False)], [step(is_offloaded=True)])
 
 
-def test_a_buffer_that_a_region_saves_is_counted_as_marked_to_stay():
+def test_a_buffer_saved_in_a_region_is_counted_as_marked_to_be_kept():
     model = make_model().eval()
     with fgoffload.offload(model, {"1": "norm"}, ALL) as handle:
         model(make_inputs()).sum().backward()

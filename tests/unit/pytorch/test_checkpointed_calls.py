@@ -13,7 +13,7 @@ import fgoffload
 
 
 class Layer(Block):
-    """Checkpoints itself, its hooks included."""
+    """Checkpoints its forward and its hooks."""
 
     gradient_checkpointing = True
 
@@ -37,7 +37,7 @@ def run(model):
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_the_inputs_of_layers_are_offloaded_and_gradients_are_bitwise_identical(use_reentrant):
+def test_layer_inputs_are_offloaded_and_gradients_are_bitwise_identical(use_reentrant):
     model = make_model(use_reentrant=use_reentrant)
     expected = run(model)
     with fgoffload.offload(model, "layers.*", ALL) as handle:
@@ -48,13 +48,13 @@ def test_the_inputs_of_layers_are_offloaded_and_gradients_are_bitwise_identical(
 
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"])
-def test_a_copy_has_the_function_that_was_there_before(make_copy):
+def test_a_copied_model_has_the_original_checkpointing_function(make_copy):
     model = make_model(use_reentrant=False)
     before = model.layers[0]._gradient_checkpointing_func
     with fgoffload.offload(model, "layers.*", ALL):
         assert model.layers[0]._gradient_checkpointing_func is not before
-        twin = make_copy(model)
-        assert isinstance(twin.layers[0]._gradient_checkpointing_func, functools.partial)
-        check_equal(run(model), run(twin))
+        copied = make_copy(model)
+        assert isinstance(copied.layers[0]._gradient_checkpointing_func, functools.partial)
+        check_equal(run(model), run(copied))
     assert model.layers[0]._gradient_checkpointing_func is before
     assert "forward" not in vars(model.layers[0])

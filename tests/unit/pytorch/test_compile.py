@@ -1,4 +1,4 @@
-"""Tests `torch.compile` of a module in a region, of a model around regions, and of code around a block: the same bits."""
+"""Tests that `torch.compile` of a region's module, a whole model, or code around a block is bitwise identical."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,13 @@ from torch import nn
 import fgoffload
 
 NEEDS_COMPILER = pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-KEEPS_ALL = dataclasses.replace(ALL, keep=torch.is_tensor)
+KEEP_ALL = dataclasses.replace(ALL, keep=torch.is_tensor)
 BACKENDS = ["aot_eager", pytest.param("inductor", marks=[NEEDS_COMPILER, pytest.mark.slow])]
 
-# Torch's own, whenever a graph begins with a tensor that has a history; it hides the warning where warnings are no errors.
+# From torch, if a graph begins with a tensor that is not a leaf. Torch hides this warning unless warnings are errors.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # of what inductor imports
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),  # from imports of inductor
 ]
 
 
@@ -43,9 +43,9 @@ def compile_parts(net: nn.Module, backend: str) -> Callable[..., torch.Tensor]:
 
 def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], backend: str) -> list[torch.Tensor]:
     net, inputs = make_net(), make_inputs()
-    # Inductor fuses what lies between graph breaks, and gives other bits where these are: the same regions, and nothing leaves.
-    keeps = fgoffload.offload(net, PATTERNS, KEEPS_ALL) if backend == "inductor" else contextlib.nullcontext()
-    with keeps:
+    # Inductor fuses ops between graph breaks, which changes the bits. So use the same regions, but keep all tensors.
+    context = fgoffload.offload(net, PATTERNS, KEEP_ALL) if backend == "inductor" else contextlib.nullcontext()
+    with context:
         compiled = compile_model(net, backend)
         expected = get_gradients(net, lambda: compiled(inputs))
     torch.compiler.reset()
@@ -53,7 +53,7 @@ def get_expected(compile_model: Callable[..., Callable[..., torch.Tensor]], back
 
 
 def check_twice(net: nn.Module, compiled: Callable[..., torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Check a forward that compiles and one that is compiled already."""
+    """Check the forward that compiles and the next one."""
     inputs = make_inputs()
     for _ in range(2):
         check_equal(expected, get_gradients(net, lambda: compiled(inputs)))
@@ -63,7 +63,7 @@ def check_twice(net: nn.Module, compiled: Callable[..., torch.Tensor], expected:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_offloaded_first", [True, False])
 @pytest.mark.parametrize("compile_model", [compile_whole, compile_parts])
-def test_a_compiled_model_gives_the_same_bits(compile_model, is_offloaded_first, backend):
+def test_a_compiled_model_is_bitwise_identical(compile_model, is_offloaded_first, backend):
     expected = get_expected(compile_model, backend)
     net = make_net()
     compiled = None if is_offloaded_first else compile_model(net, backend)
@@ -73,7 +73,7 @@ def test_a_compiled_model_gives_the_same_bits(compile_model, is_offloaded_first,
         assert (stats.groups, stats.d2h_bytes) == (2 * LAYERS, 2 * LAYERS * MLP_BYTES)
 
 
-def test_a_model_that_ran_compiled_before_offload_is_compiled_again():
+def test_a_model_compiled_before_offload_is_recompiled():
     expected = get_expected(compile_whole, "aot_eager")
     net = make_net()
     compiled = torch.compile(net, backend="aot_eager")
@@ -85,7 +85,7 @@ def test_a_model_that_ran_compiled_before_offload_is_compiled_again():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("is_outside", [True, False], ids=["block around compiled code", "block in compiled code"])
-def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(is_outside, backend):
+def test_a_block_around_or_inside_compiled_code_is_bitwise_identical(is_outside, backend):
     def run(config: fgoffload.TransferConfig) -> tuple[list[torch.Tensor], int]:
         net, inputs, block = make_net(), make_inputs(), fgoffload.saved_tensors(config, group_bytes=20_000, device="cpu")
         inner = torch.compile(net, backend=backend) if is_outside else net
@@ -98,19 +98,19 @@ def test_a_block_around_and_inside_of_compiled_code_gives_the_same_bits(is_outsi
         first, second = (get_gradients(net, lambda: compiled(inputs)) for _ in range(2))
         check_equal(first, second)
         assert not has_hooks()
-        moved_bytes = block.stats().d2h_bytes
+        offloaded_bytes = block.stats().d2h_bytes
         block.close()
         torch.compiler.reset()
-        return first, moved_bytes
+        return first, offloaded_bytes
 
-    (expected, kept_bytes), (found, moved_bytes) = run(KEEPS_ALL), run(ALL)
+    (expected, kept_bytes), (found, offloaded_bytes) = run(KEEP_ALL), run(ALL)
     check_equal(expected, found)
-    assert kept_bytes == 0 < moved_bytes
+    assert kept_bytes == 0 < offloaded_bytes
     if backend != "inductor":
         check_equal(get_expected(compile_whole, backend), found)
 
 
-class Places(nn.Module):
+class PlacedRegions(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -124,9 +124,9 @@ class Places(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_hand_placed_region_in_compiled_code_gives_the_same_bits(backend):
+def test_a_hand_placed_region_in_compiled_code_is_bitwise_identical(backend):
     torch.manual_seed(0)
-    model = Places()
+    model = PlacedRegions()
     compiled = torch.compile(model, backend=backend)
     expected = get_gradients(model, lambda: compiled(make_inputs()))
     torch.compiler.reset()
@@ -135,7 +135,7 @@ def test_a_hand_placed_region_in_compiled_code_gives_the_same_bits(backend):
         assert handle.stats().tags["linear"].d2h_bytes == 2 * 2 * ROW_BYTES
 
 
-def test_a_full_graph_is_refused_by_torch_and_no_hooks_are_left():
+def test_torch_refuses_fullgraph_and_no_hooks_remain():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL):
         with pytest.raises(torch._dynamo.exc.Unsupported, match="disable"):

@@ -1,4 +1,4 @@
-"""Tests the derived window and prefetch: they fit the model's offloaded bytes, and lower its peak."""
+"""Tests the derived window and prefetch sizes: they depend on the model's offloaded bytes, and lower its peak."""
 
 import pytest
 from support.models import ATTN_BYTES, MLP_BYTES, check_equal, get_gradients, make_inputs, make_net
@@ -20,13 +20,13 @@ PATTERNS = ["layers.*.attn", "layers.*.mlp"]
     [
         (None, 0, 1 * GIB, 512 * MIB),
         (20 * GIB, 64 * MIB, 1 * GIB, 512 * MIB),
-        (20 * GIB, 600 * MIB, 1 * GIB, 600 * MIB),  # one group ahead, however large
+        (20 * GIB, 600 * MIB, 1 * GIB, 600 * MIB),  # one group, regardless of its size
         (20 * GIB, 2 * GIB, 2 * GIB, 2 * GIB),
         (200 * MIB, 16 * MIB, 50 * MIB, 50 * MIB),
         (200 * MIB, 64 * MIB, 64 * MIB, 64 * MIB),
     ],
 )
-def test_sizes_are_a_quarter_of_what_is_offloaded_between_one_group_and_the_default(
+def test_sizes_are_a_quarter_of_the_offloaded_bytes_between_one_group_and_the_default(
     offloaded_bytes, largest_group_bytes, window_bytes, prefetch_bytes
 ):
     policy = TransferConfig().derive_policy(offloaded_bytes=offloaded_bytes, largest_group_bytes=largest_group_bytes)
@@ -35,7 +35,7 @@ def test_sizes_are_a_quarter_of_what_is_offloaded_between_one_group_and_the_defa
 
 @pytest.mark.parametrize("name", ["window_bytes", "prefetch_bytes"])
 @pytest.mark.parametrize("size_bytes", [0, 3 * GIB])
-def test_a_size_that_is_given_stays(name, size_bytes):
+def test_an_explicit_size_is_not_changed(name, size_bytes):
     policy = TransferConfig(**{name: size_bytes}).derive_policy(offloaded_bytes=200 * MIB, largest_group_bytes=16 * MIB)
     other = {"window_bytes", "prefetch_bytes"} - {name}
     assert getattr(policy, name) == size_bytes
@@ -43,7 +43,7 @@ def test_a_size_that_is_given_stays(name, size_bytes):
 
 
 def measure_peak(net, offloaded, run):
-    """Return the gradients, and the most bytes of activations on the device while backward runs."""
+    """Return the gradients, and the peak of activation bytes on the device during backward."""
     ledger = ActivationLedger(parameters=net.parameters())
     with offloaded.get_engine().observe(ledger), ledger.watch():
         loss = run()
@@ -53,7 +53,7 @@ def measure_peak(net, offloaded, run):
 
 
 def run_steps(config, *, is_block, steps=4):
-    """Return the peak in the backward of each step, whose gradients are those without offload."""
+    """Return the peak of each step's backward, and check that all gradients are bitwise identical."""
     net, inputs, peaks = make_net(layers=LAYERS), make_inputs(), []
     expected = get_gradients(net, lambda: net(inputs))
     if is_block:
@@ -76,15 +76,15 @@ def run_steps(config, *, is_block, steps=4):
 
 
 @pytest.mark.parametrize("is_block", [False, True], ids=["modules", "block"])
-def test_the_peak_of_a_small_model_falls(is_block):
+def test_derived_sizes_lower_the_peak_of_a_small_model(is_block):
     fixed = run_steps(TransferConfig(min_offloaded_bytes=0, prefetch_bytes=512 * MIB), is_block=is_block)
     derived = run_steps(DEFAULT, is_block=is_block)
-    assert min(fixed) > 0.9 * TOTAL_BYTES  # all of it is back at once
+    assert min(fixed) > 0.9 * TOTAL_BYTES  # everything is reloaded at once
     assert derived[-1] < 0.5 * fixed[-1]
-    assert is_block or derived[0] == derived[-1]  # modules: the first backward has them already
+    assert is_block or derived[0] == derived[-1]  # with modules, even the first backward uses derived sizes
 
 
-def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
+def test_the_derived_window_limits_a_small_model_from_the_second_forward():
     net, inputs, waits = make_net(layers=LAYERS), make_inputs(), []
     with fgoffload.offload(net, PATTERNS, DEFAULT, device=DelayedCpuDevice()) as handle:
         for _ in range(3):
@@ -93,11 +93,11 @@ def test_compute_waits_for_copies_of_a_small_model_from_the_second_forward_on():
     assert waits[0] == 0 < min(waits[1:])
 
 
-def test_one_group_is_ahead_however_large_and_a_forward_that_offloads_nothing_changes_no_size():
+def test_group_bytes_do_not_change_in_a_forward_that_offloads_nothing():
     net = make_net(layers=1)
     with fgoffload.offload(net, PATTERNS, DEFAULT, device=CpuDevice()) as handle:
         net(make_inputs()).backward()
-        assert handle.group_bytes == MLP_BYTES // 4  # of what prefetch brings back, which is the larger one of two groups
+        assert handle.group_bytes == MLP_BYTES // 4  # a quarter of the prefetch size, which is the larger of the two groups
         net.requires_grad_(requires_grad=False)
         net(make_inputs())
         assert handle.group_bytes == MLP_BYTES // 4

@@ -1,4 +1,4 @@
-"""Tests that `fgoffload.estimate_savings` predicts what offload then does, and moves nothing itself."""
+"""Tests that `fgoffload.estimate_savings` predicts the result of offload without copying anything."""
 
 import dataclasses
 
@@ -25,17 +25,17 @@ from fgoffload.engine import CpuDevice, KeptReason
 from fgoffload.integrations.pytorch.estimate import OUTSIDE
 
 
-class CopiesNothing(CpuDevice):
+class NoCopyDevice(CpuDevice):
     def copy_bytes(self, **buffers):
         raise AssertionError("bytes were copied")
 
     def allocate_host(self, size_bytes):
-        raise AssertionError("host memory was taken")
+        raise AssertionError("host memory was allocated")
 
 
-def test_the_estimate_is_what_offload_then_moves_and_nothing_moves_for_it():
+def test_the_estimate_matches_the_offloaded_bytes_without_copying():
     net, inputs = make_net(), make_inputs()
-    estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL, device=CopiesNothing())
+    estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL, device=NoCopyDevice())
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         loss = net(inputs)
         stats = handle.stats()
@@ -44,20 +44,20 @@ def test_the_estimate_is_what_offload_then_moves_and_nothing_moves_for_it():
     assert estimate.host_bytes == stats.host_peak_bytes
 
 
-def test_the_bytes_saved_are_counted_by_storage_and_without_parameters():
+def test_saved_bytes_are_counted_by_storage_without_parameters():
     net, inputs = make_net(), make_inputs()
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, PATTERNS, ALL)
-    # A layer besides its regions: the norm's input and its two statistics, and the sine's input. The loss: the square's input,
-    # and the sine's. The first norm's input is the batch.
+    # Outside its regions, a layer saves the norm's input and its two statistics, and the sine's input. The loss saves the
+    # inputs of the square and the sine. The first norm's input is the batch.
     outside_bytes = LAYERS * (2 * ROW_BYTES + 2 * ROWS * 4) + ROW_BYTES + ROWS * 4
     assert estimate.staying_bytes == {OUTSIDE: outside_bytes}
     assert estimate.saved_bytes == LAYERS * (ATTN_BYTES + MLP_BYTES) + outside_bytes
     assert estimate.percent == pytest.approx(100 * estimate.leaving_bytes / estimate.saved_bytes)
 
 
-def test_without_a_model_everything_that_the_forward_saves_is_measured():
+def test_without_a_model_all_tensors_saved_by_the_forward_are_measured():
     net, inputs = make_net(), make_inputs()
-    estimate = fgoffload.estimate_savings(lambda: net(inputs), config=ALL, device=CopiesNothing())
+    estimate = fgoffload.estimate_savings(lambda: net(inputs), config=ALL, device=NoCopyDevice())
     assert estimate.leaving_bytes == estimate.saved_bytes
     assert estimate.percent == 100
     assert estimate.staying_bytes == {}
@@ -71,7 +71,7 @@ def test_without_a_model_everything_that_the_forward_saves_is_measured():
         ({"host_budget_bytes": 512}, KeptReason.HOST_BUDGET),
     ],
 )
-def test_tensors_that_would_stay_are_reported_with_the_reason(options, reason):
+def test_tensors_that_would_stay_on_the_gpu_are_reported_with_the_reason(options, reason):
     net, inputs = make_net(), make_inputs()
     config = dataclasses.replace(ALL, **options)
     estimate = fgoffload.estimate_savings(lambda: net(inputs), net, {"layers.0.attn": "attn"}, config)
@@ -81,7 +81,7 @@ def test_tensors_that_would_stay_are_reported_with_the_reason(options, reason):
     assert reason.value in str(estimate)
 
 
-def test_a_backward_in_the_measured_forward_is_right():
+def test_a_backward_inside_the_measured_forward_is_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs) + (inputs @ net.layers[0].attn[0].weight)[:, :2].sin().sum())
     net.zero_grad()
@@ -96,20 +96,20 @@ def test_a_backward_in_the_measured_forward_is_right():
     check_equal(expected, copy_gradients(net))
 
 
-def test_the_model_is_left_as_it_was_after_an_exception_too():
+def test_an_exception_during_the_estimate_leaves_the_model_unchanged():
     net = make_net()
 
     def fail() -> None:
         net(make_inputs())
-        raise ValueError("somebody's own")
+        raise ValueError("user error")
 
-    with pytest.raises(ValueError, match="somebody's own"):
+    with pytest.raises(ValueError, match="user error"):
         fgoffload.estimate_savings(fail, net, PATTERNS, ALL)
     assert not has_hooks()
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in net.modules())
 
 
-def test_it_refuses_what_offload_refuses_and_measures_what_is_not_enabled():
+def test_a_wrong_pattern_is_refused_and_a_disabled_config_is_still_measured():
     net, inputs = make_net(), make_inputs()
     with pytest.raises(ConfigError, match="matches none"):
         fgoffload.estimate_savings(lambda: net(inputs), net, ["layers.*.atn"])

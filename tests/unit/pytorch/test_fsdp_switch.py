@@ -1,4 +1,4 @@
-"""Tests verl's call for FSDP1 and FSDP2: the same bits, and no extra gather under checkpoints."""
+"""Tests verl's entry point with FSDP1 and FSDP2: bitwise identical, and no extra gathers under checkpoints."""
 
 import dataclasses
 import functools
@@ -30,7 +30,7 @@ def run_all() -> dict[Scenario, list[RankResult]]:
 
 
 @EACH_OFFLOADED
-def test_losses_and_gradients_are_bitwise_identical_and_no_parameter_is_gathered_once_more(scenario):
+def test_losses_and_gradients_are_bitwise_identical_without_extra_gathers(scenario):
     plain = run_all()[dataclasses.replace(scenario, offload="none")]
     for one, other in zip(plain, run_all()[scenario], strict=True):
         assert one.losses == other.losses
@@ -39,16 +39,16 @@ def test_losses_and_gradients_are_bitwise_identical_and_no_parameter_is_gathered
 
 
 @EACH_OFFLOADED
-def test_layers_are_offloaded_or_their_inputs_where_they_are_checkpointed(scenario):
+def test_layers_are_offloaded_or_only_their_inputs_if_checkpointed(scenario):
     for rank in run_all()[scenario]:
-        moved = rank.moved["layers"]
+        offloaded_bytes = rank.moved["layers"]
         inputs = MICROBATCHES * LAYERS * ROW_BYTES
-        assert moved == inputs if scenario.offload == "checkpoints" else moved > 10 * inputs
+        assert offloaded_bytes == inputs if scenario.offload == "checkpoints" else offloaded_bytes > 10 * inputs
 
 
 @pytest.mark.parametrize("scenario", LATER, ids=lambda one: f"{one.wrapper}-{one.dtype}")
-def test_a_step_that_is_trained_again_with_offload_gives_the_same_weights(scenario):
-    """What verl's own test promises: a state is loaded into a model that is offloaded after its first step."""
+def test_repeating_a_step_with_offload_gives_the_same_weights(scenario):
+    """As in verl's own test, load a state into a model that is offloaded after its first step."""
     for rank in run_all()[scenario]:
         loss, loss_after, loss_again, loss_after_again = rank.losses
         assert (loss, loss_after) == (loss_again, loss_after_again)
@@ -58,7 +58,7 @@ def test_a_step_that_is_trained_again_with_offload_gives_the_same_weights(scenar
         assert rank.moved["layers"] > 0
 
 
-def test_another_strategy_and_a_model_without_units_are_refused():
+def test_an_unknown_strategy_and_a_model_without_fsdp_units_are_refused():
     with pytest.raises(ConfigError, match=r"strategy 'ddp' is not one of fsdp, fsdp2\. For other models"):
         enable_activation_offloading(make_net(), "ddp")
     with pytest.raises(ConfigError, match="FSDP shards no part of Linear as its own unit"):
@@ -81,7 +81,7 @@ def _one_rank():
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.parametrize("enable_ckpt", [False, True])
-def test_checkpoints_of_the_models_own_are_switched_off_where_layers_are_checkpointed(enable_ckpt):
+def test_checkpointing_layers_switches_off_the_models_own_checkpointing(enable_ckpt):
     model = make_net()
     for layer in model.layers:
         layer.gradient_checkpointing = True
@@ -90,7 +90,7 @@ def test_checkpoints_of_the_models_own_are_switched_off_where_layers_are_checkpo
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_a_config_that_is_not_enabled_leaves_checkpoints_of_the_models_own_on():
+def test_a_disabled_config_leaves_the_models_own_checkpointing_on():
     model = make_net()
     model.layers[0].gradient_checkpointing = True
     config = dataclasses.replace(ALL, enabled=False)
@@ -99,14 +99,14 @@ def test_a_config_that_is_not_enabled_leaves_checkpoints_of_the_models_own_on():
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_an_embedding_that_is_sharded_by_itself_is_no_layer():
+def test_a_separately_sharded_embedding_is_not_a_layer():
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     shard(model, model)
     assert [unit.name for unit in find_layers(model)] == ["1", "2"]
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_layers_are_not_checkpointed_in_evaluation_nor_without_gradients():
+def test_layers_are_not_checkpointed_in_evaluation_or_without_gradients():
     model = make_net()
     runs = []
     with enable_activation_offloading(shard(model, model.layers), "fsdp2", enable_ckpt=True, config=ALL):
@@ -121,12 +121,12 @@ def test_layers_are_not_checkpointed_in_evaluation_nor_without_gradients():
 
 @pytest.mark.usefixtures("_one_rank")
 @pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
-def test_fsdp1_does_not_run_its_own_forward_again_where_it_wraps_a_checkpoint():
+def test_fsdp1_forward_is_not_recomputed_when_it_wraps_a_checkpoint():
     model = make_net()
     calls = []
     model.layers[0].register_forward_pre_hook(lambda *given: calls.append(given))
     model = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({Block}), device_id=torch.device("cpu"))
     with enable_activation_offloading(model, "fsdp", enable_ckpt=True, config=ALL) as handle:
         model(make_inputs()).backward()
-        assert len(calls) == 1  # the recompute begins inside of the layer
+        assert len(calls) == 1  # the recompute starts inside the layer
         assert handle.stats().d2h_bytes == LAYERS * ROW_BYTES

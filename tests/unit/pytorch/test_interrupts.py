@@ -1,4 +1,4 @@
-"""Raises an exception at each line of our code: no hook remains, counts are right, and the next step is correct."""
+"""Tests exceptions raised at each line of our code: no hook remains, no memory leaks, and the next step is correct."""
 
 import contextlib
 import sys
@@ -19,11 +19,11 @@ Line = tuple[str, int]
 
 
 class Interrupt(BaseException):
-    """Comes at a line, as Ctrl-C does."""
+    """Raised at a line, like Ctrl-C."""
 
 
-class Lines:
-    """Notes the lines of ours that run, and raises at the first time that one of them does."""
+class LineTracer:
+    """Records the executed lines of our code, and raises when it first reaches the line `at`."""
 
     def __init__(self, at: Line | None = None) -> None:
         self.seen: dict[Line, None] = {}
@@ -32,16 +32,16 @@ class Lines:
     def __call__(self, frame: types.FrameType, event: str, argument: Any) -> "Callable[..., Any] | None":
         name = frame.f_code.co_filename
         if "/fgoffload/integrations/pytorch/" in name or "/fgoffload/engine/" in name:
-            return self._note
+            return self._trace_line
         return None
 
-    def _note(self, frame: types.FrameType, event: str, argument: Any) -> "Callable[..., Any]":
+    def _trace_line(self, frame: types.FrameType, event: str, argument: Any) -> "Callable[..., Any]":
         line = (frame.f_code.co_filename, frame.f_lineno)
         if event == "line" and line not in self.seen:
             self.seen[line] = None
             if line == self._at:
                 raise Interrupt
-        return self._note
+        return self._trace_line
 
     def run(self, step: Callable[[], None]) -> None:
         before = sys.gettrace()
@@ -84,14 +84,14 @@ def make_step(kind: str) -> tuple[nn.Module, Any, Callable[[], None]]:
 
 
 def is_unguarded(line: Line) -> bool:
-    """Return whether `line` is where a context manager has opened everything, or closed nothing yet: no `try` is possible."""
+    """Return whether `line` is after all of `__enter__` or before all of `__exit__`, where no `try` is possible."""
     with open(line[0]) as source:
         text = source.read().splitlines()[line[1] - 1].strip()
     return line[0].endswith("/block.py") and text in ("return self", UNGUARDED_EXIT, "forward = self._entries.open[-1]", "try:")
 
 
 def watch_unraisable(monkeypatch: pytest.MonkeyPatch) -> set[type[BaseException]]:
-    """Collect what is raised in a `__del__`, by type alone: pytest's hook holds what was about to be dropped."""
+    """Collect only the types of exceptions in `__del__`, since pytest's own hook keeps the dropped objects alive."""
     found: set[type[BaseException]] = set()
     monkeypatch.setattr(sys, "unraisablehook", lambda raised: found.add(raised.exc_type))
     return found
@@ -101,12 +101,12 @@ UNGUARDED_EXIT = "self._exit(is_failed=error is not None)"
 
 
 @pytest.mark.parametrize("kind", ["model", "parts", "failing", "block"])
-def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind, monkeypatch):
+def test_after_an_interrupt_at_any_line_nothing_leaks_and_the_next_step_is_correct(kind, monkeypatch):
     unraisable = watch_unraisable(monkeypatch)
     net, handle, step = make_step(kind)
     step()
     expected = copy_gradients(net)
-    lines = Lines()
+    lines = LineTracer()
     lines.run(step)
     assert len(lines.seen) > 300
     for line in lines.seen:
@@ -114,7 +114,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_and_the_next_step_is_right(kind
             continue
         net.zero_grad(set_to_none=True)
         with contextlib.suppress(Interrupt):
-            Lines(line).run(step)
+            LineTracer(line).run(step)
         assert not has_hooks(), line
         assert unraisable <= {Interrupt}, line
         net.zero_grad(set_to_none=True)

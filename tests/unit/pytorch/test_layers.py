@@ -1,4 +1,4 @@
-"""Tests finding a model's layers without names."""
+"""Tests how a model's layers are found without patterns."""
 
 import pytest
 import torch.distributed as dist
@@ -12,11 +12,11 @@ pytestmark = pytest.mark.quick
 
 
 class TokenEmbeddings(nn.Module):
-    """An embedding of several parts."""
+    """An embedding with several parts."""
 
 
-class Named(Net):
-    """Says which of its modules must not be split, as models of transformers do."""
+class NoSplitNet(Net):
+    """Lists modules that must not be split, like models of transformers."""
 
     _no_split_modules = ("Block", "TokenEmbeddings", "GELU")
 
@@ -36,21 +36,21 @@ def list_names(model):
     return [site.name for site in find_layers(model)]
 
 
-def test_layers_are_the_modules_that_must_not_be_split_but_for_embeddings_and_what_lies_within_others():
-    assert list_names(Named()) == ["layers.0", "layers.1"]  # the activation within a layer is no layer
+def test_layers_are_the_outermost_no_split_modules_without_embeddings():
+    assert list_names(NoSplitNet()) == ["layers.0", "layers.1"]  # not the activation inside a layer
 
 
-def test_layers_of_a_class_made_of_theirs_are_found():
-    model = Named()
+def test_layers_of_a_derived_class_are_found():
+    model = NoSplitNet()
     model.layers[1].__class__ = type("FSDPBlock", (type(model.layers[1]),), {})
     assert list_names(model) == ["layers.0", "layers.1"]
 
 
 @pytest.mark.usefixtures("_one_rank")
-def test_layers_of_a_model_in_ddp_are_found():
-    assert list_names(nn.parallel.DistributedDataParallel(Named())) == ["layers.0", "layers.1"]
+def test_layers_of_a_model_wrapped_in_ddp_are_found():
+    assert list_names(nn.parallel.DistributedDataParallel(NoSplitNet())) == ["layers.0", "layers.1"]
 
 
-def test_a_model_without_layers_is_refused_and_the_message_says_what_to_do():
+def test_a_model_without_layers_is_refused_with_a_fix():
     with pytest.raises(ConfigError, match=r"no layers found in Net: .* `_no_split_modules` \(none\) .* Select modules"):
         find_layers(make_net())

@@ -1,4 +1,4 @@
-"""Tests memory budgets: the same bits, a peak within the budget, and recompute only if a trial allows it."""
+"""Tests memory budgets: bitwise identical, a peak within the budget, and recompute only if a trial allows it."""
 
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def train(memory, kind, *, is_sharded):
         fully_shard(part, mesh=init_device_mesh("cpu", (1,)))
     handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
     found = []
-    for step in range(18):  # gradients accumulate; the 15th is compared with the plan, and the next one with a better plan
+    for step in range(18):  # gradients accumulate; step 15 is compared with the plan, step 16 with a better plan
         loss = model(make_inputs(step, rows=512) * 1.0)
         loss.backward()
         gradients = [one.to_local() if is_sharded else one for one in copy_gradients(model)]
@@ -46,10 +46,10 @@ def train(memory, kind, *, is_sharded):
 
 @pytest.mark.parametrize("is_sharded", [False, True], ids=["plain", "fsdp2"])
 @pytest.mark.parametrize(("kind", "mib", "action"), [(Block, 5, "recompute"), (Normed, 8, "offload")])
-def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(monkeypatch, kind, mib, action, is_sharded):
+def test_training_within_a_budget_is_bitwise_identical_with_the_planned_peak(monkeypatch, kind, mib, action, is_sharded):
     link = LinkModel(d2h_bytes_per_s=1e7, h2d_bytes_per_s=1e7, duplex_bytes_per_s=1e7)  # so slow that recompute wins
     monkeypatch.setattr(budget_handle, "measure_link", lambda *_, **__: SimpleNamespace(to_model=lambda: link))
-    monkeypatch.setattr(CpuDevice, "measure_seconds", lambda *_: 1e-3)  # on a loaded machine, modules slower than this link
+    monkeypatch.setattr(CpuDevice, "measure_seconds", lambda *_: 1e-3)  # a loaded machine may be slower than this link
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         found, handle = train(f"{mib}MiB", kind, is_sharded=is_sharded)
@@ -62,7 +62,7 @@ def test_training_within_a_budget_has_the_same_bits_and_the_planned_peak(monkeyp
     assert ("mlp cannot be recomputed: it changes a buffer" in text) == ("recompute" not in action)
 
 
-def test_a_budget_that_cannot_be_reached_names_the_nearest_that_a_plan_is_predicted_to_keep():
+def test_an_unreachable_budget_is_refused_with_the_smallest_feasible_one():
     model = make_net()
     fgoffload.offload(model, memory="600KiB", config=ALL)
     model(make_inputs(rows=512) * 1.0).backward()
@@ -70,7 +70,7 @@ def test_a_budget_that_cannot_be_reached_names_the_nearest_that_a_plan_is_predic
         model(make_inputs(rows=512) * 1.0)
 
 
-def test_parts_below_the_smallest_size_are_kept():
+def test_layer_parts_below_the_minimum_size_stay_on_the_gpu():
     model = make_net()
     handle = fgoffload.offload(model, memory="1GiB")  # storages below 1 MiB are not offloaded
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_parts_below_the_smallest_size_are_kept():
         ({"memory_reserve": "1GiB"}, "memory_reserve '1GiB' has no effect with memory None"),
     ],
 )
-def test_a_budget_that_cannot_work_is_refused_at_once(options, message):
+def test_invalid_budget_arguments_are_refused_immediately(options, message):
     with pytest.raises(fgoffload.ConfigError, match=message):
         fgoffload.offload(make_net(), **options)
 
@@ -110,7 +110,7 @@ def test_a_plan_counts_the_cpu_time_of_each_offloaded_group():
     planner = Planner([layer] * 3, link=link, policy=TransferPolicy(), budget_bytes=1 << 30, config=ALL)
     sites = [Site(chunk=0, layer=layer, tag=tag) for layer in range(2) for tag in times]
     one, all_four = (
-        planner.fit(OffloadPlan(actions=dict.fromkeys(offloaded, Action.OFFLOAD)), StepReading(1 << 30, 0.0))
+        planner.fit(OffloadPlan(actions=dict.fromkeys(offloaded, Action.OFFLOAD)), StepReading(1 << 30))[1]
         for offloaded in (sites[:1], sites)
     )
     assert all_four - one == pytest.approx(3e-4, rel=0.05)

@@ -1,4 +1,4 @@
-"""Tests `fgoffload.offload`: modules of any tree, called in any way, are bitwise identical."""
+"""Tests that `fgoffload.offload` is bitwise identical for nested, repeated and separately called modules."""
 
 import dataclasses
 
@@ -40,8 +40,8 @@ def test_gradients_are_bitwise_identical_and_the_saved_bytes_are_offloaded(make_
     assert not has_hooks()
 
 
-def test_saves_outside_of_the_regions_do_not_hold_what_regions_let_go():
-    class Shares(nn.Module):
+def test_saves_outside_the_regions_do_not_keep_offloaded_storages_alive():
+    class ShareStorage(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Tanh()
@@ -51,16 +51,16 @@ def test_saves_outside_of_the_regions_do_not_hold_what_regions_let_go():
             self.storage = StorageRef(output)
             return output.view(-1).sin().sum()  # saves a view of the same storage, outside
 
-    model, inputs = Shares(), make_inputs().requires_grad_()
+    model, inputs = ShareStorage(), make_inputs().requires_grad_()
     with fgoffload.offload(model, ["inner"], ALL) as handle:
         loss = model(inputs)
         assert model.storage.is_freed
         loss.backward()
-        moved = handle.stats().tags["inner"]
-    assert (moved.d2h_bytes, moved.held_elsewhere_bytes) == (ROW_BYTES, 0)
+        tag_stats = handle.stats().tags["inner"]
+    assert (tag_stats.d2h_bytes, tag_stats.held_elsewhere_bytes) == (ROW_BYTES, 0)
 
 
-def test_microbatches_count_the_forwards_since_the_last_stats(caplog):
+def test_microbatch_numbers_restart_after_stats(caplog):
     net, inputs = make_net(), make_inputs()
     caplog.set_level("DEBUG", logger="fgoffload")
     with fgoffload.offload(net, ["layers.0.attn"], ALL) as handle:
@@ -74,7 +74,7 @@ def test_microbatches_count_the_forwards_since_the_last_stats(caplog):
     assert labels == ["offload layers.0.attn mb=0", "offload layers.0.attn mb=1", "offload layers.0.attn mb=0"]
 
 
-def test_backwards_behind_several_forwards_wait_for_no_reload_once_their_order_is_known():
+def test_backwards_after_several_forwards_miss_no_prefetch_once_the_order_is_known():
     net, misses = make_net(), []
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         for _ in range(2):
@@ -85,7 +85,7 @@ def test_backwards_behind_several_forwards_wait_for_no_reload_once_their_order_i
     assert misses[0] > misses[1] == 0
 
 
-def test_a_forward_without_grad_touches_no_state():
+def test_a_forward_without_grad_changes_no_state():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         with torch.no_grad():
@@ -116,7 +116,7 @@ UNWRAP = {
 }
 
 
-class Wraps(nn.Module):
+class WrapOutput(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, WIDTH)
@@ -126,10 +126,10 @@ class Wraps(nn.Module):
         return WRAP[self.kind](self.linear(batch["hidden"]).sin())
 
 
-class Unwraps(nn.Module):
+class UnwrapOutput(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
-        self.inner = Wraps(kind)
+        self.inner = WrapOutput(kind)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         output = UNWRAP[self.inner.kind](self.inner(batch={"hidden": hidden}))
@@ -138,17 +138,17 @@ class Unwraps(nn.Module):
 
 
 @pytest.mark.parametrize("kind", WRAP)
-def test_outputs_may_be_tuples_dicts_and_dataclasses_and_inputs_keywords(kind):
-    model, inputs = Unwraps(kind), make_inputs().requires_grad_()
+def test_outputs_may_be_containers_and_inputs_may_be_keywords(kind):
+    model, inputs = UnwrapOutput(kind), make_inputs().requires_grad_()
     expected = get_gradients(model, lambda: model(inputs * 2))
     with fgoffload.offload(model, ["inner"], ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
         stats = handle.stats()
     assert stats.tags["inner"].d2h_bytes == 2 * ROW_BYTES
-    assert model.marks == [1, 1]  # by which backward tells where it is
+    assert model.marks == [1, 1]  # the marks that report the progress of backward
 
 
-def test_a_module_that_runs_twice_in_one_forward_is_two_groups():
+def test_a_module_that_runs_twice_in_one_forward_forms_two_groups():
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -162,12 +162,12 @@ def test_a_module_that_runs_twice_in_one_forward_is_two_groups():
     expected = get_gradients(model, lambda: model(inputs))
     with fgoffload.offload(model, ["inner"], ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs)))
-        moved = handle.stats().tags["inner"]
-    # The input, the first output, which both save, and the second output.
-    assert (moved.groups, moved.d2h_bytes, moved.shared_bytes) == (2, 3 * ROW_BYTES, ROW_BYTES)
+        tag_stats = handle.stats().tags["inner"]
+    # The input, the first output, which both groups save, and the second output.
+    assert (tag_stats.groups, tag_stats.d2h_bytes, tag_stats.shared_bytes) == (2, 3 * ROW_BYTES, ROW_BYTES)
 
 
-def test_regions_within_regions_give_the_same_bits():
+def test_nested_regions_are_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {"layers.*": "layer", "layers.*.mlp": "mlp", "layers.*.attn.*": "part"}, ALL) as handle:
@@ -175,7 +175,7 @@ def test_regions_within_regions_give_the_same_bits():
         assert set(handle.stats().tags) == {"layer", "mlp", "part"}
 
 
-def test_parts_that_are_called_one_by_one_can_be_said_to_be_one_forward():
+def test_layers_called_separately_can_be_grouped_into_one_forward():
     net, inputs = make_net(), make_inputs()
 
     def run() -> torch.Tensor:
@@ -194,5 +194,5 @@ def test_parts_that_are_called_one_by_one_can_be_said_to_be_one_forward():
             loss.backward()
             check_equal(expected, copy_gradients(net))
             misses[is_one] = handle.stats().prefetch_misses
-    assert misses[True] == 3  # the last group, whose three storages are wanted at once
+    assert misses[True] == 3  # the three storages of the last group, which backward needs immediately
     assert misses[False] > misses[True]

@@ -1,4 +1,4 @@
-"""Tests that looking into module outputs never breaks a forward or leaves hooks behind."""
+"""Tests that searching module outputs for a tensor never breaks a forward or leaves hooks behind."""
 
 import collections
 import dataclasses
@@ -64,20 +64,20 @@ def test_the_first_tensor_with_a_gradient_is_found_in_plain_containers(kind):
 
 
 @pytest.mark.parametrize("value", [LazyMapping(a=MARKED), "text", None, Record, [1, 2], Slotted(PLAIN)])
-def test_elsewhere_nothing_is_found_and_nothing_raises(value):
+def test_other_values_return_no_tensor_and_do_not_raise(value):
     assert find_tensor(value) is None
 
 
-def test_a_deep_nest_ends_the_search_and_not_the_forward():
+def test_deep_nesting_ends_the_search_without_an_error():
     nest: list = [MARKED]
     for _ in range(100_000):
         nest = [nest]
     assert find_tensor(nest) is None
-    while isinstance(nest[0], list):  # or Python drops it recursively
+    while isinstance(nest[0], list):  # otherwise Python frees it recursively
         nest = nest[0]
 
 
-class Returns(nn.Module):
+class WrapOutput(nn.Module):
     def __init__(self, wrap) -> None:
         super().__init__()
         self.wrap = wrap
@@ -96,7 +96,7 @@ def wrap_in_cycle(y: torch.Tensor) -> dict:
 class Model(nn.Module):
     def __init__(self, wrap) -> None:
         super().__init__()
-        self.part = Returns(wrap)
+        self.part = WrapOutput(wrap)
 
     def forward(self, hidden: torch.Tensor) -> object:
         self.part(hidden * 2)
@@ -104,7 +104,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [wrap_in_cycle, lambda y: LazyMapping(y=y)], ids=["cycle", "lazy mapping"])
-def test_a_model_that_returns_such_values_runs_as_without_offload_and_leaves_no_hooks(wrap):
+def test_a_model_with_cyclic_or_lazy_outputs_is_bitwise_identical_and_leaves_no_hooks(wrap):
     model, x = Model(wrap), torch.randn(3, requires_grad=True)
     model(x)
     expected = torch.autograd.grad(model.part.y.sum(), x)

@@ -1,4 +1,4 @@
-"""Random models train with the same bits, and share the same memory, with and without offload."""
+"""Tests that random models train bitwise identical with offload, and that their gradients share no additional memory."""
 
 import contextlib
 import itertools
@@ -14,41 +14,41 @@ from torch import nn
 import fgoffload
 from fgoffload.engine import CpuDevice
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # from torch's own jvp
 
 
 def train(training: Training, model: nn.Module, context: contextlib.AbstractContextManager[object]) -> list[torch.Tensor]:
-    """Return the losses, the gradients and the buffers after some microbatches."""
-    losses, waiting = [], []
+    """Return the losses of all microbatches, and the gradients and buffers after them."""
+    losses, pending = [], []
     for number in range(training.microbatches):
         torch.manual_seed(number)
         x = torch.randn(8, 8, requires_grad=True) * 1
         with context:
             loss = model(x).sum()
         losses.append(loss.detach().clone())
-        waiting.append(loss)
+        pending.append(loss)
         if not training.is_backward_late:
-            run_backward(waiting, training)
-    run_backward(waiting, training)
+            run_backward(pending, training)
+    run_backward(pending, training)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [*losses, *gradients, *model.buffers()]
 
 
-def run_backward(waiting: list[torch.Tensor], training: Training) -> None:
-    while waiting:
-        loss = waiting.pop(0)
+def run_backward(pending: list[torch.Tensor], training: Training) -> None:
+    while pending:
+        loss = pending.pop(0)
         loss.backward(retain_graph=training.retains_graph)
         if training.retains_graph:
             loss.backward()
 
 
 def list_shared(model: nn.Module) -> set[tuple[str, str]]:
-    """Return which gradients lie in the memory of a parameter, a buffer or another gradient."""
-    held = {name: tensor for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())}
+    """Return the gradients that share memory with a parameter, a buffer or another gradient."""
+    owners = {name: tensor for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())}
     gradients = {f"{name}.grad": tensor.grad for name, tensor in model.named_parameters() if tensor.grad is not None}
     return {
         (name, other)
-        for (name, gradient), (other, tensor) in itertools.product(gradients.items(), {**held, **gradients}.items())
+        for (name, gradient), (other, tensor) in itertools.product(gradients.items(), {**owners, **gradients}.items())
         if name != other and gradient.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     }
 
@@ -59,7 +59,7 @@ def check(training: Training, device: CpuDevice) -> None:
         expected = train(training, plain, contextlib.nullcontext())
     except RuntimeError as error:
         event(str(error)[:60])
-        reject()  # what torch refuses, a change in place that backward finds for one: ours may, or give the saved bytes
+        reject()  # torch refuses this model, for example an in-place change of a saved tensor; offload may refuse it or not
     count = itertools.count()
     keep = (lambda tensor: next(count) % training.keeps_every == 0) if training.keeps_every else None
     config = fgoffload.TransferConfig(
@@ -78,7 +78,7 @@ def check(training: Training, device: CpuDevice) -> None:
     else:
         handle = block = fgoffload.saved_tensors(config, device=device, group_bytes=training.group_bytes)
     found = train(training, model, block)
-    event("moved" if handle.stats().d2h_bytes else "nothing")
+    event("offloaded" if handle.stats().d2h_bytes else "kept")
     check_equal(expected, found)
     assert list_shared(model) <= list_shared(plain)
     assert not has_hooks()
@@ -88,7 +88,7 @@ def check(training: Training, device: CpuDevice) -> None:
 
 @settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(trainings())
-def test_a_random_model_trains_as_in_plain_torch(training):
+def test_random_models_train_as_in_plain_torch(training):
     check(training, CpuDevice())
 
 

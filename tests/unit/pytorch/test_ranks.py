@@ -1,4 +1,4 @@
-"""Tests DDP and FSDP2 over two Gloo processes: losses and gradients bitwise identical, and no parameter offloaded."""
+"""Tests DDP and FSDP2 on two Gloo processes: losses and gradients are bitwise identical, and no parameter is offloaded."""
 
 import dataclasses
 import functools
@@ -65,7 +65,7 @@ def test_only_activations_are_offloaded_and_no_parameter_is_inspected(scenario, 
             assert rank.moved == {tag: MICROBATCHES * LAYERS * size_bytes * itemsize // 4 for tag, size_bytes in parts.items()}
 
 
-def test_all_ranks_follow_one_plan_of_a_memory_budget():
+def test_all_ranks_use_the_same_memory_budget_plan():
     plans = [rank.plan for rank in run_all(is_slow=False)[FEW[-1]]]
     assert plans[0] == plans[1]
     assert "offload" in plans[0][0] or "recompute" in plans[0][0]

@@ -17,44 +17,44 @@ from fgoffload.engine import Group
 pytestmark = pytest.mark.quick
 
 
-class Places(nn.Module):
-    """Two layers; each tells its region, and the end of it where `tells_end` says so."""
+class PlacedRegions(nn.Module):
+    """Places a region around each of two layers, and calls `end` if `calls_end`."""
 
-    def __init__(self, *, tells_end: bool = True) -> None:
+    def __init__(self, *, calls_end: bool = True) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.tells_end = tells_end
+        self.calls_end = calls_end
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             with fgoffload.region(hidden, "linear") as region:
                 output = layer(hidden).tanh()
-                if self.tells_end:
+                if self.calls_end:
                     region.end(output)
             self.end_marks = len(output._backward_hooks or ())
             hidden = output * 3
         return hidden.sum()
 
 
-def make_model(**options: bool) -> Places:
+def make_model(**options: bool) -> PlacedRegions:
     torch.manual_seed(0)
-    return Places(**options)
+    return PlacedRegions(**options)
 
 
 @pytest.mark.parametrize("make_device", [lambda: None, DelayedCpuDevice], ids=["cpu", "delayed"])
-@pytest.mark.parametrize("tells_end", [True, False])
-def test_hand_placed_regions_of_an_offloaded_model_give_the_same_bits(tells_end, make_device):
-    model, inputs = make_model(tells_end=tells_end), make_inputs()
+@pytest.mark.parametrize("calls_end", [True, False])
+def test_hand_placed_regions_in_an_offloaded_model_are_bitwise_identical(calls_end, make_device):
+    model, inputs = make_model(calls_end=calls_end), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
     with fgoffload.offload(model, config=ALL, device=make_device()) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs)))
-        moved = handle.stats().tags["linear"]
-    assert model.end_marks == tells_end
-    assert (moved.groups, moved.d2h_bytes) == (2, 2 * 2 * ROW_BYTES)  # the linear's input, and its output
+        tag_stats = handle.stats().tags["linear"]
+    assert model.end_marks == calls_end
+    assert (tag_stats.groups, tag_stats.d2h_bytes) == (2, 2 * 2 * ROW_BYTES)  # the input and the output of the linear
     assert not has_hooks()
 
 
-def test_a_region_in_a_block_is_a_group_of_its_own_between_the_blocks_groups():
+def test_a_region_in_a_block_is_a_separate_group_between_the_blocks_groups():
     model, inputs = make_model(), make_inputs()
 
     def forward() -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_a_region_in_a_block_is_a_group_of_its_own_between_the_blocks_groups():
     check_equal(expected, get_gradients(model, run))
     tags = block.stats().tags
     assert tags["linear"].d2h_bytes == 2 * 2 * ROW_BYTES
-    assert tags["saved"].groups == 2  # the batch, before the regions; the last sine's input, behind them
+    assert tags["saved"].groups == 2  # the batch before the regions, and the last sine's input after them
     block.close()
 
 
@@ -85,7 +85,7 @@ def test_a_region_does_nothing_outside_the_forward_of_a_handle():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_region_inside_of_a_checkpoint_does_nothing(use_reentrant):
+def test_a_region_inside_a_checkpoint_does_nothing(use_reentrant):
     model, inputs = make_model(), make_inputs().requires_grad_()
 
     class Recomputes(nn.Module):
@@ -108,7 +108,7 @@ def run_in_forward(function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         function(make_inputs().requires_grad_() * 2)
 
 
-def test_an_end_that_is_told_too_late_is_refused():
+def test_calling_end_after_the_region_is_refused():
     def function(hidden: torch.Tensor) -> torch.Tensor:
         with fgoffload.region(hidden, "sine") as region:
             output = hidden.sin()
@@ -120,7 +120,7 @@ def test_an_end_that_is_told_too_late_is_refused():
 
 
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_a_region_that_is_entered_twice_is_refused_and_leaves_no_hooks(is_nested):
+def test_entering_a_region_twice_is_refused_and_leaves_no_hooks(is_nested):
     hidden = make_inputs().requires_grad_() * 2
     with fgoffload.saved_tensors(ALL, device="cpu") as block:
         region = fgoffload.region(hidden, "sine")
@@ -128,7 +128,7 @@ def test_a_region_that_is_entered_twice_is_refused_and_leaves_no_hooks(is_nested
             enter_twice(region, is_nested=is_nested)
         with fgoffload.region(hidden, "other"):
             hidden.sin().sum().backward()
-    assert block.stats().tags["sine"].groups == 1  # the second did nothing
+    assert block.stats().tags["sine"].groups == 1  # the second entry did nothing
     assert not has_hooks()
 
 
@@ -141,14 +141,14 @@ def enter_twice(region: fgoffload.PlacedRegion, *, is_nested: bool) -> None:
         pass
 
 
-@pytest.mark.parametrize("output", ["text", (torch.ones(1),), None], ids=["text", "tuple", "nothing"])
-def test_an_end_that_is_no_tensor_is_refused_where_it_is_told(output):
+@pytest.mark.parametrize("output", ["text", (torch.ones(1),), None], ids=["string", "tuple", "None"])
+def test_calling_end_without_a_tensor_is_refused(output):
     region = fgoffload.region(torch.ones(1), "sine")
     with pytest.raises(ConfigError, match=f"`end` of region 'sine' got a {type(output).__name__}"):
         region.end(output)
 
 
-def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane_each_step():
+def test_regions_in_a_training_loop_inside_one_block_start_a_new_lane_each_step():
     model, inputs = make_model(), make_inputs()
     expected = get_gradients(model, lambda: model(inputs))
     groups = []
@@ -156,11 +156,11 @@ def test_hand_placed_regions_in_a_training_loop_inside_of_one_block_start_a_lane
         for _ in range(3):
             check_equal(expected, get_gradients(model, lambda: model(inputs)))
             groups.append(sum(type(found) is Group for found in gc.get_objects()))
-    assert max(groups) == groups[0]  # others may go meanwhile, of tests before
+    assert max(groups) == groups[0]  # groups of earlier tests may be freed meanwhile
     assert block.stats().tags["linear"].d2h_bytes > 0
 
 
-@pytest.mark.parametrize(("tensor", "tag", "says"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not one word")])
-def test_what_a_region_cannot_be_made_of_is_refused_everywhere(tensor, tag, says):
-    with pytest.raises(ConfigError, match=says):
+@pytest.mark.parametrize(("tensor", "tag", "message"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not one word")])
+def test_an_invalid_tensor_or_tag_is_refused_even_outside_a_forward(tensor, tag, message):
+    with pytest.raises(ConfigError, match=message):
         fgoffload.region(tensor, tag)

@@ -1,4 +1,4 @@
-"""Tests the object that replaces a module's forward: evaluation is unchanged, copies lack it, and others may wrap it."""
+"""Tests the object that replaces a module's forward: evaluation is unchanged, copies are plain, and it can be wrapped."""
 
 import copy
 import functools
@@ -27,10 +27,10 @@ def make_transformer() -> nn.Module:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_evaluation_takes_the_fast_path_of_torch_as_without_offload(mode):
+def test_evaluation_uses_the_torch_fast_path_as_without_offload(mode):
     plain, model, hidden = make_transformer(), make_transformer(), torch.randn(8, 16, 64)
     with fgoffload.offload(model, {"*": "layer", "*.self_attn": "attn", "*.linear1": "fc1"}), mode(), torch.autocast("cpu"):
-        expected, found = plain(hidden), model(hidden)  # under autocast, the fast path gives another type
+        expected, found = plain(hidden), model(hidden)  # under autocast, the fast path returns another dtype
     check_equal([expected], [found])
 
 
@@ -65,7 +65,7 @@ def test_a_copy_of_an_offloaded_model_is_a_plain_model_that_can_be_offloaded(mak
     assert is_plain(net)
 
 
-def test_a_model_that_holds_its_own_handle_and_block_can_be_copied():
+def test_a_model_with_its_handle_and_block_as_attributes_can_be_copied():
     net = make_net()
     net.handle = fgoffload.offload(net, PATTERNS, ALL)
     net.block = fgoffload.saved_tensors(device="cpu")
@@ -75,8 +75,8 @@ def test_a_model_that_holds_its_own_handle_and_block_can_be_copied():
     net.handle.close()
 
 
-class CopiesItself(nn.Sequential):
-    """Copies its attributes one by one, as every parametrized module does."""
+class CustomDeepcopy(nn.Sequential):
+    """Copies its attributes one by one, like every parametrized module."""
 
     def __deepcopy__(self, memo):
         other = memo[id(self)] = self.__new__(self.__class__)
@@ -84,8 +84,8 @@ class CopiesItself(nn.Sequential):
         return other
 
 
-def test_a_copy_of_a_module_that_copies_its_attributes_itself_is_a_model_of_its_own():
-    model = CopiesItself(nn.Linear(64, 64))
+def test_a_copy_of_a_module_with_a_custom_deepcopy_is_independent():
+    model = CustomDeepcopy(nn.Linear(64, 64))
     with fgoffload.offload(model, ["0"], ALL) as handle:
         other = copy.deepcopy(model)
         with torch.no_grad():
@@ -99,7 +99,7 @@ def test_a_copy_of_a_module_that_copies_its_attributes_itself_is_a_model_of_its_
 
 @pytest.mark.parametrize("is_part", [False, True], ids=["whole", "part"])
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deep", "pickle"])
-def test_a_copy_of_an_offloaded_graph_module_is_a_plain_model(make_copy, is_part):
+def test_a_copy_of_an_offloaded_graph_module_is_plain(make_copy, is_part):
     traced, inputs = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(64, 64), nn.Tanh())), make_inputs()
     model = nn.Sequential(traced) if is_part else traced
     with fgoffload.offload(model, ["0"], ALL) as handle:
@@ -112,7 +112,7 @@ def test_a_copy_of_an_offloaded_graph_module_is_a_plain_model(make_copy, is_part
     assert is_plain(model)
 
 
-def test_tools_find_the_source_of_a_replaced_forward():
+def test_inspect_finds_the_source_of_a_replaced_forward():
     net = make_net()
     plain = inspect.getsource(net.forward)
     with fgoffload.offload(net, PATTERNS, ALL):
@@ -120,7 +120,7 @@ def test_tools_find_the_source_of_a_replaced_forward():
         assert inspect.unwrap(net.forward) == type(net).forward.__get__(net)
 
 
-def test_a_wrapper_around_the_forward_stays_and_a_copy_of_it_runs_the_weights_of_the_copy():
+def test_a_wrapper_around_the_replaced_forward_survives_remove_and_copies_correctly():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     mlp = net.layers[1].mlp
@@ -131,14 +131,14 @@ def test_a_wrapper_around_the_forward_stays_and_a_copy_of_it_runs_the_weights_of
     with torch.no_grad():
         other.layers[1].mlp[0].weight.zero_()
     assert not torch.equal(other(inputs), net(inputs))
-    moved_bytes = handle.stats().d2h_bytes
+    offloaded_bytes = handle.stats().d2h_bytes
     handle.remove()
     check_equal(expected, get_gradients(net, lambda: net(inputs)))
-    assert moved_bytes > 0 == handle.stats().d2h_bytes
-    assert mlp.forward.args[0](make_inputs()).grad_fn is not None  # what was wrapped still runs
+    assert offloaded_bytes > 0 == handle.stats().d2h_bytes
+    assert mlp.forward.args[0](make_inputs()).grad_fn is not None  # the wrapped forward still runs
 
 
-def test_two_handles_may_be_removed_in_either_order():
+def test_two_nested_handles_can_be_removed_in_either_order():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     outer, inner = fgoffload.offload(net, ["layers.0"], ALL), fgoffload.offload(net.layers[0], ["mlp"], ALL)
@@ -151,7 +151,7 @@ def test_two_handles_may_be_removed_in_either_order():
     assert is_plain(net)
 
 
-def test_the_same_offload_again_returns_the_same_handle_and_another_one_is_refused():
+def test_repeating_offload_returns_the_same_handle_and_other_arguments_are_refused():
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         assert fgoffload.offload(net, dict(PATTERNS), ALL) is handle
@@ -163,7 +163,7 @@ def test_the_same_offload_again_returns_the_same_handle_and_another_one_is_refus
     again.close()
 
 
-def test_an_offload_that_raises_leaves_the_model_as_it_was(monkeypatch):
+def test_an_exception_in_offload_leaves_the_model_unchanged(monkeypatch):
     net, install = make_net(), ReplacedForward.install
 
     def fail_late(self: ReplacedForward) -> None:
@@ -180,13 +180,13 @@ def test_an_offload_that_raises_leaves_the_model_as_it_was(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_scripted_module_may_be_a_region():
+def test_a_scripted_module_can_be_a_region():
     torch.manual_seed(0)
     model, inputs = (
         nn.Sequential(nn.Linear(64, 64), torch.jit.script(nn.Sequential(nn.Linear(64, 64), nn.Tanh()))),
         make_inputs(),
     )
-    for _ in range(3):  # the first two are profiled, and run other code
+    for _ in range(3):  # the first two are profiled and run different code
         expected = get_gradients(model, lambda: model(inputs).sum())
     with fgoffload.offload(model, {"0": "plain", "1": "scripted"}, ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs).sum()))
@@ -194,7 +194,7 @@ def test_a_scripted_module_may_be_a_region():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_an_offloaded_model_is_exported_or_told_to_be_removed_first():
+def test_export_works_and_strict_export_and_scripting_ask_to_remove_the_handle():
     model, inputs = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).eval(), torch.randn(2, 4)
     with fgoffload.offload(model, ["0"]) as handle:
         exported = torch.export.export(model, (inputs,)).module()
@@ -209,7 +209,7 @@ def test_an_offloaded_model_is_exported_or_told_to_be_removed_first():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_a_model_is_offloaded_although_one_of_its_class_ran_compiled_before():
+def test_a_model_is_offloaded_after_another_of_its_class_ran_compiled():
     torch.compiler.reset()
     torch.compile(make_net(1), backend="eager")(make_inputs()).backward()
     net = make_net()

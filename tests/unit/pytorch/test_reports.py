@@ -14,16 +14,16 @@ from fgoffload import TransferConfig
 from fgoffload.engine import Hazard, TimeKind
 from fgoffload.units import format_bytes
 
-NAMES = "fgoffload.integrations.pytorch"
+LOGGER = "fgoffload.integrations.pytorch"
 
 
 @pytest.fixture
-def logged(caplog):
-    """Return a function that gives what was logged at a level, and forgets it."""
+def take_logged(caplog):
+    """Return a function that returns and clears the messages logged at a level."""
     caplog.set_level(logging.INFO, logger="fgoffload")
 
     def take(level: int) -> list[str]:
-        found = [line.getMessage() for line in caplog.records if line.levelno == level and line.name.startswith(NAMES)]
+        found = [line.getMessage() for line in caplog.records if line.levelno == level and line.name.startswith(LOGGER)]
         caplog.clear()
         return found
 
@@ -35,17 +35,17 @@ def train(net: nn.Module, steps: int = 1) -> None:
         net(make_inputs()).backward()
 
 
-def test_one_line_at_set_up_says_how_many_regions_there_are_by_tag(logged):
+def test_setup_logs_one_line_with_the_number_of_regions_per_tag(take_logged):
     handle = fgoffload.offload(net := make_net(), PATTERNS, ALL)
-    assert logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
+    assert take_logged(logging.INFO) == [f"offload of Net, regions: {LAYERS} attn, {LAYERS} mlp"]
     assert repr(handle) == "<ModelOffload of Net (tags: attn mlp), 0 B offloaded in the last step>"
     train(net)
-    moved = format_bytes(handle.stats().d2h_bytes)
-    assert repr(handle) == f"<ModelOffload of Net (tags: attn mlp), {moved} offloaded in the last step>"
+    offloaded = format_bytes(handle.stats().d2h_bytes)
+    assert repr(handle) == f"<ModelOffload of Net (tags: attn mlp), {offloaded} offloaded in the last step>"
     handle.restore_forwards()
 
 
-def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and_when_it_is_reloaded(caplog):
+def test_debug_logs_one_line_per_offload_and_reload_of_each_group(caplog):
     net = make_net()
     caplog.set_level(logging.DEBUG, logger="fgoffload.engine")
     with fgoffload.offload(net, {"layers.*.mlp": "mlp"}, dataclasses.replace(ALL, prefetch_bytes=0)):
@@ -59,17 +59,17 @@ def test_at_debug_each_group_of_a_microbatch_has_a_line_when_it_is_offloaded_and
     ]
 
 
-def test_one_line_at_the_end_says_what_the_run_saved(logged):
+def test_removal_logs_one_line_with_the_bytes_saved(take_logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
-    logged(logging.INFO)
+    take_logged(logging.INFO)
     for _ in range(3):
         train(net, 2)
         handle.stats()
     handle.remove()
     handle.close()
-    # 264 KiB a forward: three layers of two and nine tensors of 8 KiB. Those that were still to leave are not counted.
-    (line,) = logged(logging.INFO)
+    # 264 KiB per forward: in each of three layers, 2 + 9 tensors of 8 KiB. Tensors not yet offloaded are not counted.
+    (line,) = take_logged(logging.INFO)
     assert line.startswith(
         "offload of Net ended after 6 forwards. Each saved 264.00 KiB in its regions and freed 264.00 KiB (100.0%) of it"
     )
@@ -77,7 +77,7 @@ def test_one_line_at_the_end_says_what_the_run_saved(logged):
 
 
 @pytest.mark.parametrize("is_timed", [True, False])
-def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
+def test_stats_include_seconds_only_if_timing_is_enabled(is_timed):
     net = make_net()
     config = dataclasses.replace(ALL, is_timed=is_timed)
     with fgoffload.offload(net, PATTERNS, config, device=TickingCpuDevice()) as handle:
@@ -91,7 +91,7 @@ def test_seconds_are_in_stats_where_they_were_asked_for(is_timed):
                 assert stats.tags[tag].seconds == (expected if is_timed else {})
 
 
-def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
+def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(take_logged):
     net = make_net()
     with fgoffload.offload(
         net, {"layers.*.mlp": "mlp", "layers.*.norm": "norm"}, TransferConfig(host_budget_bytes=1 << 20)
@@ -100,7 +100,7 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
         handle.stats()
         train(net)
         handle.stats()
-    warnings = logged(logging.WARNING)
+    warnings = take_logged(logging.WARNING)
     assert len(warnings) == 2  # in the order of the modules
     assert warnings[1].startswith(
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
@@ -109,35 +109,35 @@ def test_a_tag_that_moves_nothing_is_warned_about_once_with_the_reason(logged):
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
-def test_a_handle_without_modules_and_without_hand_placed_regions_is_warned_about(logged):
+def test_a_handle_without_modules_or_regions_logs_a_warning(take_logged):
     net = make_net()
     with fgoffload.offload(net, config=ALL) as handle:
         train(net)
         handle.stats()
         train(net)
-    (warning,) = logged(logging.WARNING)
+    (warning,) = take_logged(logging.WARNING)
     assert "no module is selected and its forward ran no `fgoffload.region`" in warning
 
 
-def test_a_handle_through_which_no_forward_went_is_warned_about_at_its_end(logged):
+def test_closing_a_handle_that_no_forward_used_logs_a_warning(take_logged):
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     with torch.no_grad():
         net(make_inputs())
     handle.stats()
-    assert logged(logging.WARNING) == []
+    assert take_logged(logging.WARNING) == []
     handle.close()
     handle.close()
-    (warning,) = logged(logging.WARNING)
+    (warning,) = take_logged(logging.WARNING)
     assert "offload of Net had no effect: no forward with gradients used it" in warning
 
 
-def test_a_step_that_failed_is_not_taken_for_a_setting_without_effect(logged):
+def test_a_failed_step_logs_no_warning_about_settings_without_effect(take_logged):
     net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
         with pytest.raises(RuntimeError):
             net(torch.ones(2, 3))
         handle.stats()
-        assert logged(logging.WARNING) == []
+        assert take_logged(logging.WARNING) == []
         train(net)
-    assert logged(logging.WARNING) == []
+    assert take_logged(logging.WARNING) == []

@@ -1,4 +1,4 @@
-"""Tests `fgoffload.saved_tensors` with backward after the block or inside."""
+"""Tests `fgoffload.saved_tensors` with backward after or inside the block."""
 
 import gc
 import threading
@@ -52,13 +52,13 @@ def test_gradients_are_bitwise_identical_with_backward_inside_the_block(group_by
     block.close()
 
 
-def test_groups_leave_when_they_have_grown_to_their_size():
+def test_groups_are_offloaded_when_they_reach_group_bytes():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=2 * ROW_BYTES)
     with block:
         hidden = x * 2
         for _ in range(5):
-            hidden = hidden.sin()  # each saves its input, a tensor of its own
+            hidden = hidden.sin()  # each saves its input, a separate tensor
         before = block.engine.finish_step()
     assert (before.d2h_bytes, before.tags["saved"].groups) == (4 * ROW_BYTES, 3)
     assert block.stats().d2h_bytes == ROW_BYTES
@@ -66,7 +66,7 @@ def test_groups_leave_when_they_have_grown_to_their_size():
     block.close()
 
 
-def test_groups_are_reloaded_ahead_of_backward():
+def test_groups_are_prefetched_before_backward_uses_them():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=ROW_BYTES)
     with block:
@@ -75,13 +75,13 @@ def test_groups_are_reloaded_ahead_of_backward():
             hidden = hidden.sin()
     hidden.sum().backward()
     stats = block.stats()
-    assert (stats.h2d_bytes, stats.prefetch_misses) == (6 * ROW_BYTES, 1)  # only the first one that backward wants is late
+    assert (stats.h2d_bytes, stats.prefetch_misses) == (6 * ROW_BYTES, 1)  # only the first group in backward is late
     block.close()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("is_backward_inside", [True, False])
-def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_reentrant, is_backward_inside):
+def test_a_checkpoint_inside_the_block_offloads_its_input_and_still_recomputes(use_reentrant, is_backward_inside):
     x = make_inputs().requires_grad_()
 
     def run(block) -> torch.Tensor:
@@ -96,13 +96,13 @@ def test_a_checkpoint_in_the_block_saves_its_input_and_recomputes_as_always(use_
 
     block = make_block(group_bytes=1)
     check_equal([run(torch.enable_grad())], [run(block)])
-    # The input of the cosine is the last that the block saves: a backward inside takes it before its group ends.
+    # The input of the cosine is the last save in the block. A backward inside uses it before its group ends.
     assert block.stats().d2h_bytes == (1 if is_backward_inside else 2) * ROW_BYTES
     block.close()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_block_inside_of_a_checkpoint_does_nothing(use_reentrant):
+def test_a_block_inside_a_checkpoint_does_nothing(use_reentrant):
     x = make_inputs().requires_grad_()
     block = make_block()
 
@@ -123,7 +123,7 @@ def test_a_block_without_grad_does_nothing(context):
     assert block.engine is None
 
 
-def test_a_block_in_place_gives_its_host_memory_back_with_the_graph():
+def test_a_block_created_in_the_with_statement_releases_host_memory_with_the_graph():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with make_block() as block:
@@ -139,10 +139,10 @@ def test_a_block_in_place_gives_its_host_memory_back_with_the_graph():
 def raise_in(block, kind: type[BaseException]) -> None:
     with block:
         loss = make_net()(make_inputs())
-        raise kind(f"somebody's own, at {loss}")  # the graph lives until the block was left
+        raise kind(f"user error at {loss}")  # keeps the graph alive until the block exits
 
 
-def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
+def test_after_an_exception_in_a_block_no_hooks_remain_and_the_next_step_is_correct():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block(group_bytes=1 << 30)
@@ -150,7 +150,7 @@ def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
         with pytest.raises(kind):
             raise_in(block, kind)
         assert not has_hooks()
-    assert block.engine.finish_step().d2h_bytes == 0  # nobody wants it back
+    assert block.engine.finish_step().d2h_bytes == 0  # no backward uses its tensors
 
     def run() -> torch.Tensor:
         with block:
@@ -162,7 +162,7 @@ def test_an_exception_in_a_block_leaves_no_hooks_and_the_next_step_is_right():
     block.close()
 
 
-def test_a_block_may_be_entered_inside_of_itself():
+def test_a_block_can_be_nested_in_itself():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs) + net.layers[0](inputs).sum())
     block = make_block()
@@ -178,16 +178,16 @@ def test_a_block_may_be_entered_inside_of_itself():
     block.close()
 
 
-def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_another():
+def test_leaving_a_block_closes_only_the_group_of_the_current_thread():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=1 << 30)
-    has_entered, may_go_on = threading.Event(), threading.Event()
+    has_entered, may_continue = threading.Event(), threading.Event()
     outputs = []
 
     def run() -> None:
         with block:
             has_entered.set()
-            assert may_go_on.wait(30)
+            assert may_continue.wait(30)
             outputs.append((x * 2).sin())
 
     thread = threading.Thread(target=run)
@@ -195,13 +195,13 @@ def test_a_thread_that_leaves_a_block_closes_its_own_group_and_not_that_of_anoth
         thread.start()
         assert has_entered.wait(30)
         outputs.append((x * 2).sin())
-    may_go_on.set()
+    may_continue.set()
     thread.join(30)
     assert block.stats().d2h_bytes == 2 * ROW_BYTES
     block.close()
 
 
-def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
+def test_a_model_with_regions_inside_a_block_is_bitwise_identical():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     block = make_block()
@@ -216,7 +216,7 @@ def test_a_model_with_regions_inside_of_a_block_gives_the_same_bits():
     block.close()
 
 
-def test_tensors_on_another_device_stay_there_and_are_reported(caplog):
+def test_tensors_on_another_device_are_kept_and_reported(caplog):
     block = fgoffload.saved_tensors(ALL, device=OtherDevice())
     with block:
         loss = make_net()(make_inputs())
@@ -234,13 +234,13 @@ class OtherDevice(DelayedCpuDevice):
 
 
 @pytest.mark.parametrize("group_bytes", [0, -1])
-def test_a_group_size_that_is_not_above_0_is_refused(group_bytes):
+def test_group_bytes_below_1_is_refused(group_bytes):
     with pytest.raises(ConfigError, match=rf"group_bytes {group_bytes} is not above 0"):
         fgoffload.saved_tensors(group_bytes=group_bytes)
 
 
 @pytest.mark.parametrize("group_bytes", [1, 3 * ROW_BYTES, 1 << 30])
-def test_a_training_loop_inside_of_one_block_holds_no_more_from_step_to_step(group_bytes):
+def test_memory_does_not_grow_in_a_training_loop_inside_one_block(group_bytes):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     groups = []
@@ -249,5 +249,5 @@ def test_a_training_loop_inside_of_one_block_holds_no_more_from_step_to_step(gro
             check_equal(expected, get_gradients(net, lambda: net(inputs)))
             groups.append(sum(type(found) is Group for found in gc.get_objects()))
             assert block.stats().tags["saved"].groups > 0
-    assert max(groups) == groups[0]  # others may go meanwhile, of tests before
+    assert max(groups) == groups[0]  # groups of earlier tests may be freed meanwhile
     assert block.engine.arena.used_bytes == 0

@@ -1,4 +1,4 @@
-"""Tests how `fgoffload.offload` ends: errors leave no trace, and `remove` restores the model."""
+"""Tests errors and removal of `fgoffload.offload`: no hooks remain, and the model is restored."""
 
 import contextlib
 import copy
@@ -25,21 +25,21 @@ def count_replaced(model: nn.Module) -> int:
     return sum("forward" in vars(module) for module in model.modules())
 
 
-class Fails(nn.Module):
+class RaiseError(nn.Module):
     def __init__(self, kind: type[BaseException]) -> None:
         super().__init__()
         self.kind = kind
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        raise self.kind(f"somebody's own, in {hidden.sin().shape}")
+        raise self.kind(f"user error in {hidden.sin().shape}")
 
 
-def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
+def test_after_an_exception_in_a_region_no_hooks_remain_and_the_next_step_is_correct():
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
-        net.layers[1].mlp[1] = Fails(ValueError)
-        with pytest.raises(ValueError, match="somebody's own"):
+        net.layers[1].mlp[1] = RaiseError(ValueError)
+        with pytest.raises(ValueError, match="user error"):
             net(inputs)
         assert not has_hooks()
         net.layers[1].mlp[1] = nn.GELU()
@@ -47,31 +47,31 @@ def test_an_exception_in_a_region_leaves_no_hooks_and_the_next_step_is_right():
         assert handle.engine.arena.used_bytes == 0
 
 
-def test_an_exception_that_the_model_handles_itself_leaves_the_rest_of_forward_right():
-    class Tries(nn.Module):
+def test_forward_is_correct_after_an_exception_that_the_model_catches():
+    class CatchError(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first = nn.Sequential(nn.Tanh(), Fails(ValueError))
+            self.first = nn.Sequential(nn.Tanh(), RaiseError(ValueError))
             self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             try:
                 return self.first(hidden).sum()
             except ValueError:
-                return self.second(hidden).sum()  # runs while the exception is being handled
+                return self.second(hidden).sum()  # runs while the exception is handled
 
-    model, inputs = Tries(), make_inputs().requires_grad_()
+    model, inputs = CatchError(), make_inputs().requires_grad_()
     expected = get_gradients(model, lambda: model(inputs * 2))
     with fgoffload.offload(model, ["first", "second"], ALL) as handle:
         check_equal(expected, get_gradients(model, lambda: model(inputs * 2)))
         tags = handle.stats().tags
     assert tags["second"].d2h_bytes == 2 * ROW_BYTES
-    assert tags["first"].d2h_bytes == 0  # nobody wants it back
+    assert tags["first"].d2h_bytes == 0  # no backward uses its tensors
     assert not has_hooks()
 
 
 def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expected: list[torch.Tensor]) -> None:
-    """Check that the next step is correct, and leaves nothing behind."""
+    """Check that the next step is correct, and leaks neither hooks nor host memory."""
     inputs = make_inputs()
     check_equal(expected, get_gradients(net, lambda: net(inputs)))
     assert not has_hooks()
@@ -80,13 +80,13 @@ def check_after_interrupt(net: nn.Module, handle: fgoffload.ModelOffload, expect
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
 @pytest.mark.parametrize("part", ["model", "layer", "context"])
-def test_an_interrupt_leaves_no_hooks_and_the_next_step_is_right(part, kind):
+def test_after_an_interrupt_no_hooks_remain_and_the_next_step_is_correct(part, kind):
     net, inputs = make_net(), make_inputs()
     expected = get_gradients(net, lambda: net(inputs))
     with fgoffload.offload(net, {**PATTERNS, "layers.1": "layer"}, ALL) as handle:
         net.layers[1](inputs)
         for _ in range(2):
-            net.layers[1].mlp[1] = Fails(kind)
+            net.layers[1].mlp[1] = RaiseError(kind)
             with pytest.raises(kind), handle.forward() if part == "context" else contextlib.nullcontext():
                 (net if part == "model" else net.layers[1])(inputs.requires_grad_())
             assert not has_hooks()
@@ -95,7 +95,7 @@ def test_an_interrupt_leaves_no_hooks_and_the_next_step_is_right(part, kind):
             check_after_interrupt(net, handle, expected)
 
 
-def test_remove_leaves_hooks_of_somebody_else_on():
+def test_remove_leaves_other_saved_tensor_hooks_in_place():
     net, inputs = make_net(), make_inputs().requires_grad_()
     handle = fgoffload.offload(net, PATTERNS, ALL)
 
@@ -113,23 +113,23 @@ def test_remove_leaves_hooks_of_somebody_else_on():
     assert not has_hooks()
 
 
-def test_remove_puts_each_forward_back():
+def test_remove_restores_each_module_attribute():
     net = make_net()
-    own = net.layers[0].mlp.forward = functools.partial(type(net.layers[0].mlp).forward, net.layers[0].mlp)
+    original = net.layers[0].mlp.forward = functools.partial(type(net.layers[0].mlp).forward, net.layers[0].mlp)
     inputs = make_inputs()
     before = [dict(vars(module)) for module in net.modules()]
     handle = fgoffload.offload(net, PATTERNS, ALL)
     assert inspect.signature(net.forward) == inspect.signature(type(net).forward.__get__(net))
     net.layers[0].mlp(inputs)
-    assert net.layers[0].mlp.forward is not own
+    assert net.layers[0].mlp.forward is not original
     handle.remove()
     assert [vars(module).keys() for module in net.modules()] == [found.keys() for found in before]
-    assert net.layers[0].mlp.forward is own
+    assert net.layers[0].mlp.forward is original
 
 
 @pytest.mark.parametrize("is_whole", [True, False], ids=["model", "part"])
-def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(is_whole):
-    class Changes(nn.Module):
+def test_an_in_place_change_of_a_tensor_saved_in_a_region_raises(is_whole):
+    class ChangeInPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.inner = nn.Identity()
@@ -143,22 +143,22 @@ def test_a_tensor_that_a_region_saved_and_that_was_changed_in_place_is_refused(i
         output.detach().add_(1)
         return output
 
-    model, hidden = Changes(), make_inputs().requires_grad_() * 2
+    model, hidden = ChangeInPlace(), make_inputs().requires_grad_() * 2
     with fgoffload.offload(model, ["inner"], ALL):
-        output = (model if is_whole else model.inner)(hidden)  # no error yet: perhaps no backward wants it
+        output = (model if is_whole else model.inner)(hidden)  # no error yet, since backward may not use the tensor
         with pytest.raises(StateError, match=r"layers\.0\.inner mb=0 .* changed in place"):
             output.sum().backward()
     assert not has_hooks()
 
 
-def test_remove_puts_all_forwards_back_and_a_second_call_does_no_harm():
+def test_remove_restores_all_forwards_and_can_be_called_twice():
     net, inputs = make_net(), make_inputs()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     assert count_replaced(net) == 1 + 2 * LAYERS
     loss = net(inputs)
     handle.remove()
     assert count_replaced(net) == 0
-    loss.backward()  # a graph that exists keeps working
+    loss.backward()  # an existing graph still works
     handle.remove()
     handle.close()
     handle.close()
@@ -166,7 +166,7 @@ def test_remove_puts_all_forwards_back_and_a_second_call_does_no_harm():
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_of_two_handles_on_one_module_either_may_be_removed_first(first):
+def test_two_handles_on_one_module_can_be_removed_in_either_order(first):
     shared = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     models = (nn.Sequential(shared), shared)
     handles = [fgoffload.offload(model, {glob: "mlp"}, ALL) for model, glob in zip(models, ("0.0", "0"), strict=True)]
@@ -175,7 +175,7 @@ def test_of_two_handles_on_one_module_either_may_be_removed_first(first):
     assert handles[0].stats().d2h_bytes > 0
 
 
-def test_the_users_filter_and_the_minimum_size_are_obeyed():
+def test_the_keep_filter_and_the_minimum_size_are_respected():
     net, inputs = make_net(), make_inputs()
     config = dataclasses.replace(ALL, min_offloaded_bytes=ROW_BYTES + 1, keep=lambda tensor: tensor.shape[-1] == WIDTH)
     expected = get_gradients(net, lambda: net(inputs))
@@ -187,7 +187,7 @@ def test_the_users_filter_and_the_minimum_size_are_obeyed():
     assert tags["attn"].d2h_bytes == 0
 
 
-def test_disabled_offload_replaces_nothing():
+def test_disabled_offload_does_not_change_the_model():
     net = make_net()
     config = TransferConfig(enabled=False)
     with fgoffload.offload(net, PATTERNS, config) as handle:
@@ -197,7 +197,7 @@ def test_disabled_offload_replaces_nothing():
         assert not handle.offload_tensor(torch.ones(8)).is_on_host
 
 
-def test_a_removed_handle_has_no_engine_for_a_copy_of_its_model():
+def test_a_removed_handle_creates_no_engine_for_a_copy_of_its_model():
     net = make_net()
     handle = fgoffload.offload(net, PATTERNS, ALL)
     other = copy.deepcopy(net)
@@ -206,7 +206,7 @@ def test_a_removed_handle_has_no_engine_for_a_copy_of_its_model():
     assert handle.engine is None
 
 
-def test_a_device_that_torch_does_not_know_is_refused():
+def test_an_unknown_device_is_refused():
     net = make_net()
     with pytest.raises(ConfigError, match="'gpu0'"):
         fgoffload.offload(net, PATTERNS, ALL, device="gpu0")
@@ -214,7 +214,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "says"),
+    ("field", "value", "message"),
     [
         ("window_bytes", -1, "window_bytes -1 is below 0"),
         ("prefetch_bytes", -5, "prefetch_bytes -5 is below 0"),
@@ -225,12 +225,12 @@ def test_a_device_that_torch_does_not_know_is_refused():
         ("host_memory", "pinned", "host_memory 'pinned' is not a HostMemory"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused_by_its_own_name(field, value, says):
-    with pytest.raises(ConfigError, match=says):
+def test_an_invalid_setting_is_refused_with_its_field_name(field, value, message):
+    with pytest.raises(ConfigError, match=message):
         TransferConfig(**{field: value})
 
 
-def test_weights_handle_engine_and_host_memory_go_with_the_last_reference_to_the_model():
+def test_dropping_the_model_frees_weights_handle_engine_and_host_memory():
     def train() -> list[weakref.ref]:
         net = make_net()
         handle = fgoffload.offload(net, {**PATTERNS, "layers.*": "layer"}, ALL)

@@ -1,4 +1,4 @@
-"""Tests `fgoffload.offload` with two threads and two models, and the choice of the device."""
+"""Tests `fgoffload.offload` with two threads or two models, and the choice of the device."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ from fgoffload.integrations.pytorch import devices
 pytestmark = pytest.mark.quick
 
 
-def test_two_threads_may_train_with_one_handle():
+def test_two_threads_can_train_with_one_handle():
     nets = [make_net(0)]
     nets.append(copy.deepcopy(nets[0]))
     batches = [make_inputs(seed) for seed in range(8)]
@@ -56,7 +56,7 @@ def test_two_threads_may_train_with_one_handle():
         check_equal(gradients, found[index])
 
 
-def test_two_handles_on_two_models_do_not_know_each_other():
+def test_two_handles_on_nested_models_are_independent():
     class Outer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -75,7 +75,7 @@ def test_two_handles_on_two_models_do_not_know_each_other():
         assert set(other.stats().tags) == {"attn", "mlp"}
 
 
-def test_parameters_on_the_meta_device_do_not_decide_where_the_engine_is():
+def test_parameters_on_the_meta_device_do_not_determine_the_engine_device():
     with torch.device("meta"):
         net = make_net()
     with fgoffload.offload(net, PATTERNS, ALL) as handle:
@@ -87,9 +87,9 @@ def test_parameters_on_the_meta_device_do_not_decide_where_the_engine_is():
         assert handle.stats().d2h_bytes == LAYERS * (ATTN_BYTES + MLP_BYTES)
 
 
-def test_the_engine_is_made_for_the_accelerator_that_parameters_or_inputs_lie_on(monkeypatch):
-    asked = []
-    monkeypatch.setattr(devices, "find_device", lambda kind, **_: asked.append(kind) or CpuDevice())
+def test_the_engine_uses_the_accelerator_of_the_parameters_or_inputs(monkeypatch):
+    kinds = []
+    monkeypatch.setattr(devices, "find_device", lambda kind, **_: kinds.append(kind) or CpuDevice())
     monkeypatch.setattr(torch.accelerator, "device_index", lambda index: contextlib.nullcontext())
     on_cpu = torch.ones(1)
     on_gpu = types.SimpleNamespace(device=torch.device("cuda", 1))
@@ -97,10 +97,10 @@ def test_the_engine_is_made_for_the_accelerator_that_parameters_or_inputs_lie_on
     for tensors in ([on_cpu, on_meta], [on_cpu, on_gpu], [on_meta, on_gpu, on_cpu], []):
         devices.make_device(None, tensors=tensors, host_memory=HostMemory.PINNED)
     devices.make_device("cuda:1", tensors=[on_cpu], host_memory=HostMemory.PINNED)
-    assert asked == ["cpu", "cuda", "cuda", "cpu", "cuda"]
+    assert kinds == ["cpu", "cuda", "cuda", "cpu", "cuda"]
 
 
-def test_two_threads_that_begin_at_once_make_one_engine(monkeypatch):
+def test_two_threads_starting_at_once_create_one_engine(monkeypatch):
     made = []
 
     def make_slowly(choice, *, tensors, host_memory) -> CpuDevice:

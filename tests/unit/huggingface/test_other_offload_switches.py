@@ -1,4 +1,4 @@
-"""Tests other activation offload switches that are on at the same time: results are the same, and a warning names them."""
+"""Tests other offload switches that are on at the same time: results are bitwise identical, and a warning names them."""
 
 import functools
 import inspect
@@ -13,19 +13,19 @@ from support.sft import make_sft_trainer
 pytestmark = [needs("transformers", "accelerate"), OLD_NAMES]
 
 
-def compare(train, caplog, rival):
-    """Check that `train` gives the same bits without and with the callback, and that one warning names `rival`."""
+def compare(train, caplog, other_switch):
+    """Check that `train` is bitwise identical with the callback, and that one warning names `other_switch`."""
     from fgoffload.integrations.transformers import OffloadCallback
 
     plain, both = train(), train(OffloadCallback(config=ALL))
     assert list_losses(plain) == list_losses(both)
     check_equal(copy_parameters(plain.model), copy_parameters(both.model))
     (line,) = [line for line in caplog.messages if " is on too. " in line]
-    assert line.startswith(f"{rival} is on too.")
-    assert both.state.log_history[0]["offload/saved_gib"] == 0  # the other one has every tensor
+    assert line.startswith(f"{other_switch} is on too.")
+    assert both.state.log_history[0]["offload/saved_gib"] == 0  # the other switch takes every tensor
 
 
-def test_offload_of_transformers_own_checkpoints(tmp_path, caplog):
+def test_transformers_checkpoint_offload_is_compatible_and_logs_a_warning(tmp_path, caplog):
     from transformers import PreTrainedModel
 
     if not hasattr(PreTrainedModel, "activation_checkpointing_enable"):
@@ -40,7 +40,7 @@ def test_offload_of_transformers_own_checkpoints(tmp_path, caplog):
     compare(train, caplog, "transformers' activation_checkpointing_kwargs={'offload': True}")
 
 
-def test_accelerates_offload_of_checkpoints(tmp_path, caplog):
+def test_accelerates_checkpoint_offload_is_compatible_and_logs_a_warning(tmp_path, caplog):
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_apply_ac
 
@@ -65,10 +65,10 @@ def test_accelerates_offload_of_checkpoints(tmp_path, caplog):
 
 @needs("trl")
 @pytest.mark.filterwarnings("ignore")
-def test_trls_own_offload(tmp_path, caplog, monkeypatch):
+def test_trls_activation_offload_is_compatible_and_logs_a_warning(tmp_path, caplog, monkeypatch):
     from trl.trainer import sft_trainer
 
-    # The CPU stands for the accelerator that TRL asks for. It has neither streams nor pinned memory.
+    # The CPU replaces the accelerator that TRL requires. It has neither streams nor pinned memory.
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cpu"))
     monkeypatch.setattr(torch.cpu, "empty_cache", lambda: None, raising=False)
     options = {"use_streams": False, "use_pin_memory": False}

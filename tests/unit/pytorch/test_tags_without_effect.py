@@ -1,4 +1,4 @@
-"""Tests that warnings about tags without effect name the real cause, and that bytes are counted once."""
+"""Tests that warnings about tags without effect give the real cause, and that bytes are counted once."""
 
 import dataclasses
 import logging
@@ -15,8 +15,8 @@ import fgoffload
 from fgoffload.engine import KeptReason
 
 
-class Wraps(nn.Module):
-    """Runs a linear in its own way, with saved-tensor hooks or a checkpoint around it."""
+class Wrapper(nn.Module):
+    """Runs its inner linear through `run`, which adds saved-tensor hooks or a checkpoint."""
 
     def __init__(self, run: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("run", "pattern", "says"),
+    ("run", "pattern", "message"),
     [
         (run_reentrant, "*.inner", "inside a reentrant checkpoint"),
         (run_on_cpu, "*.inner", "other saved-tensor hooks, which take precedence: `torch.autograd.graph.save_on_cpu`"),
@@ -50,28 +50,28 @@ def run_checkpoint_on_cpu(module: nn.Module, hidden: torch.Tensor) -> torch.Tens
     ],
     ids=["reentrant", "below save_on_cpu", "below a checkpoint", "around save_on_cpu"],
 )
-def test_a_tag_without_effect_causes_one_warning_with_the_cause_after_three_forwards(run, pattern, says, caplog):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), OnlyCpu() if run is None else Wraps(run))
+def test_a_tag_without_effect_logs_one_warning_with_the_cause_after_three_forwards(run, pattern, message, caplog):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SaveOnCpu() if run is None else Wrapper(run))
     handle = fgoffload.offload(model, {pattern: "tag"}, ALL)
     for step in range(5):
         model(make_inputs()).sum().backward()
         warnings = [line for line in caplog.records if line.levelno == logging.WARNING]
         assert len(warnings) == (step >= 2)
-    assert says in warnings[0].getMessage()
+    assert message in warnings[0].getMessage()
     handle.close()
     assert len([line for line in caplog.records if line.levelno == logging.WARNING]) == 1
 
 
-class OnlyCpu(nn.Module):
-    """Its saved tensors go to other hooks."""
+class SaveOnCpu(nn.Module):
+    """Saves its tensors with hooks other than ours."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.save_on_cpu():
             return hidden.tanh()
 
 
-def test_hooks_that_were_in_the_way_keep_no_tensor_alive():
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wraps(lambda inner, hidden: checkpoint(inner, hidden, use_reentrant=False)))
+def test_recording_foreign_hooks_keeps_no_tensor_alive():
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Wrapper(lambda inner, x: checkpoint(inner, x, use_reentrant=False)))
     seen = []
     model[0].register_forward_hook(lambda module, given, output: seen.append(weakref.ref(output)))
     with fgoffload.offload(model, "*.inner", ALL):
@@ -79,7 +79,7 @@ def test_hooks_that_were_in_the_way_keep_no_tensor_alive():
         assert seen[0]() is None
 
 
-def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
+def test_a_block_whose_backward_runs_before_a_group_is_full_logs_a_warning(caplog):
     net, block = make_net(), fgoffload.saved_tensors(ALL, group_bytes=1 << 30, device="cpu")
     with block:
         net(make_inputs()).backward()
@@ -87,8 +87,8 @@ def test_a_block_whose_backward_comes_before_a_group_is_full_is_told_so(caplog):
     assert "backward used all tensors before they could be offloaded" in caplog.text
 
 
-class SavesViews(nn.Module):
-    """Saves all of a tensor twice, and each half of it."""
+class SaveViews(nn.Module):
+    """Saves a tensor twice, and each of its halves."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         whole = hidden * 1
@@ -97,8 +97,8 @@ class SavesViews(nn.Module):
 
 
 @pytest.mark.parametrize("width", [WIDTH, WIDTH // 2])
-def test_bytes_that_move_and_bytes_that_a_filter_keeps_are_together_what_was_saved(width):
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SavesViews())
+def test_offloaded_bytes_and_filtered_bytes_add_up_to_the_saved_bytes(width):
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), SaveViews())
     config = dataclasses.replace(ALL, keep=lambda tensor: tensor.shape == (ROWS, width))
     with fgoffload.offload(model, {"1": "views"}, config) as handle:
         model(make_inputs()).sum().backward()

@@ -1,6 +1,6 @@
-"""Tests the guarantees of offload in torchtune and TRL. verl's are in `test_fsdp_switch.py`, on two ranks.
+"""Tests the guarantees of offload in torchtune and TRL. Those of verl are in `test_fsdp_switch.py`, on two ranks.
 
-Theirs are contexts around a forward, as `fgoffload.saved_tensors` is. Where they allow a tolerance, bits are compared here.
+They use contexts around a forward, like `fgoffload.saved_tensors`. Where they allow a tolerance, these tests compare bits.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def make_block(config=ALL, *, device=None):
 
 
 def compute(model, inputs, block=None, *, is_backward_inside=False):
-    """Return the loss and all gradients, with dropout the same each time."""
+    """Return the loss and all gradients, with the same dropout in each call."""
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
     with block or contextlib.nullcontext():
@@ -46,16 +46,16 @@ def make_rows():
 
 
 @pytest.mark.parametrize("is_backward_inside", [False, True])
-def test_gradients_are_those_without_offload(is_backward_inside):
+def test_gradients_are_bitwise_identical_with_backward_inside_or_after_the_block(is_backward_inside):
     model = make_stack()
     block = make_block()
     check_equal(compute(model, make_rows()), compute(model, make_rows(), block, is_backward_inside=is_backward_inside))
-    # The linears' inputs, and the output of ReLU. A backward inside of the block begins before the last group has left.
+    # The linears' inputs and the output of ReLU. A backward inside the block starts before the last group is offloaded.
     assert block.stats().d2h_bytes == (3 + (not is_backward_inside)) * ROWS * WIDTH * 4
 
 
-class ReturnsItsSavedTensor(torch.autograd.Function):
-    """Its gradient is a view of what it has saved."""
+class ReturnViewOfSaved(torch.autograd.Function):
+    """Its gradient is a view of its saved tensor."""
 
     @staticmethod
     def forward(ctx, given):
@@ -67,8 +67,8 @@ class ReturnsItsSavedTensor(torch.autograd.Function):
         return ctx.saved_tensors[0].t()
 
 
-class SavesSomethingElse(torch.autograd.Function):
-    """Its backward takes another tensor of the same size back, and passes the gradient on."""
+class SaveOtherTensor(torch.autograd.Function):
+    """Its backward unpacks another tensor of the same size, and returns the gradient unchanged."""
 
     @staticmethod
     def forward(ctx, given):
@@ -81,43 +81,43 @@ class SavesSomethingElse(torch.autograd.Function):
         return gradient
 
 
-def test_a_gradient_that_is_a_view_of_a_reloaded_tensor_outlives_what_is_reloaded_after_it():
+def test_a_gradient_that_views_a_reloaded_tensor_is_not_overwritten_by_later_reloads():
     block = make_block(TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1))
     ones = torch.ones(ROWS, WIDTH, requires_grad=True)
     with block:
         hidden = ones
         for _ in range(3):
-            hidden = SavesSomethingElse.apply(hidden)
-        output = ReturnsItsSavedTensor.apply(hidden)
+            hidden = SaveOtherTensor.apply(hidden)
+        output = ReturnViewOfSaved.apply(hidden)
     del hidden
     output.backward()
     assert torch.equal(ones.grad, torch.ones(ROWS, WIDTH))
     assert block.stats().d2h_bytes == 4 * ROWS * WIDTH * 4
 
 
-def test_in_a_context_with_hooks_that_do_nothing_nothing_is_offloaded():
+def test_no_op_saved_tensor_hooks_disable_offload():
     model, block = make_stack(), make_block()
     expected = compute(model, make_rows())
 
-    def change_nothing(tensor):
+    def return_unchanged(tensor):
         return tensor
 
     with block:
-        for hooks in (None, torch.autograd.graph.saved_tensors_hooks(change_nothing, change_nothing)):
+        for hooks in (None, torch.autograd.graph.saved_tensors_hooks(return_unchanged, return_unchanged)):
             check_equal(expected, compute(model, make_rows(), hooks, is_backward_inside=True))
             assert (block.stats().d2h_bytes == 0) is (hooks is not None)
 
 
-def test_parameters_and_their_views_are_not_even_asked_for():
-    model, asked = make_stack(), []
-    block = make_block(TransferConfig(min_offloaded_bytes=0, keep=lambda tensor: asked.append(tensor.untyped_storage())))
+def test_parameters_and_their_views_are_never_passed_to_the_keep_filter():
+    model, inspected = make_stack(), []
+    block = make_block(TransferConfig(min_offloaded_bytes=0, keep=lambda tensor: inspected.append(tensor.untyped_storage())))
     compute(model, make_rows(), block)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    assert asked
-    assert not parameters & {storage.data_ptr() for storage in asked}
+    assert inspected
+    assert not parameters & {storage.data_ptr() for storage in inspected}
 
 
-def test_memory_between_forward_and_backward_falls_by_all_that_was_saved():
+def test_memory_between_forward_and_backward_falls_by_all_saved_bytes():
     net, resident = make_net(), []
     for config in (TransferConfig(min_offloaded_bytes=1 << 30), ALL):
         block, ledger = make_block(config, device=CpuDevice()), ActivationLedger(parameters=net.parameters())
@@ -125,12 +125,12 @@ def test_memory_between_forward_and_backward_falls_by_all_that_was_saved():
             loss = net(make_inputs())
         resident.append(ledger.samples[-1].resident_bytes)
         loss.backward()
-        moved = block.stats().d2h_bytes
-    assert resident == [moved, 0]
+        offloaded_bytes = block.stats().d2h_bytes
+    assert resident == [offloaded_bytes, 0]
 
 
 @pytest.mark.parametrize("is_backward_inside", [False, True])
-def test_layers_in_checkpoints_that_are_not_reentrant(is_backward_inside):
+def test_non_reentrant_checkpointed_layers_are_bitwise_identical(is_backward_inside):
     net, block = make_net(), make_block()
 
     def run(inputs):

@@ -1,4 +1,4 @@
-"""Tests that usage that plain torch allows also works with offload, with the same bits and the same shared memory."""
+"""Tests that code that works in plain torch is bitwise identical with offload, and shares no additional memory."""
 
 import contextlib
 
@@ -24,19 +24,19 @@ def make_block(device=None, **options):
 
 
 def run_both(step, make_device=CpuDevice):
-    """Return what `step` returns without offload, and in a block whose every tensor is offloaded."""
+    """Check that `step` is bitwise identical in a block that offloads every tensor, and return the offloaded bytes."""
     plain = step(contextlib.nullcontext())
     block = make_block(make_device())
     offloaded = [step(block) for _ in range(2)]
-    moved_bytes = block.stats().d2h_bytes
+    offloaded_bytes = block.stats().d2h_bytes
     block.close()
     for found in offloaded:
         assert len(plain) == len(found)
         assert all(map(torch.equal, plain, found))
-    return moved_bytes
+    return offloaded_bytes
 
 
-class Half(torch.autograd.Function):
+class Product(torch.autograd.Function):
     """`(weight * other).sum()`, whose gradients are the saved tensors themselves."""
 
     @staticmethod
@@ -52,8 +52,8 @@ class Half(torch.autograd.Function):
 
 @DEVICES
 @pytest.mark.parametrize("is_block", [True, False])
-def test_nothing_is_copied_before_the_op_that_saved_it_has_run(is_block, make_device):
-    # rrelu saves its noise before it writes it, and counts no version.
+def test_a_saved_tensor_is_not_copied_before_its_op_has_run(is_block, make_device):
+    # rrelu saves its noise before writing it, and does not increment the version.
     class Noisy(nn.Module):
         def forward(self, x):
             return functional.rrelu(functional.rrelu(x * 2, training=True).sin(), training=True).cos()
@@ -73,7 +73,7 @@ def test_nothing_is_copied_before_the_op_that_saved_it_has_run(is_block, make_de
         found = step(handle)
     else:
         config = fgoffload.TransferConfig(min_offloaded_bytes=0, prefetch_bytes=4 * N, host_budget_bytes=1 << 24)
-        handle = fgoffload.offload(model, ["0"], config, device=make_device())  # a region in parts of 64 elements
+        handle = fgoffload.offload(model, ["0"], config, device=make_device())  # offloads the region in parts of 64 elements
         found = step()
     stats = handle.stats()
     assert stats.d2h_bytes >= 4 * 4 * N * N
@@ -82,32 +82,32 @@ def test_nothing_is_copied_before_the_op_that_saved_it_has_run(is_block, make_de
     handle.close()
 
 
-def share(one, other):
+def share_memory(one, other):
     return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 @DEVICES
 @pytest.mark.parametrize(
-    ("keeps", "group_bytes"), [(True, 1), (False, 1), (False, 1 << 20)], ids=["stay", "move", "move together"]
+    ("is_kept", "group_bytes"), [(True, 1), (False, 1), (False, 1 << 20)], ids=["kept", "offloaded", "offloaded together"]
 )
-def test_no_gradient_shares_memory_with_anything_that_it_does_not_share_in_plain_torch(keeps, group_bytes, make_device):
+def test_gradients_share_no_memory_that_they_do_not_share_in_plain_torch(is_kept, group_bytes, make_device):
     def run(context):
         weight, other, third = (nn.Parameter(torch.full((N, N), float(value))) for value in (1, 2, 3))
         buffer, twin = torch.full((N, N), 4.0), torch.full((N, N), 5.0)
         with context:
-            loss = Half.apply(weight, other)  # a parameter for each gradient
-            loss = loss + Half.apply(third, buffer)
+            loss = Product.apply(weight, other)  # both gradients are parameters
+            loss = loss + Product.apply(third, buffer)
             fourth, fifth, sixth = (nn.Parameter(torch.ones(N, N)) for _ in range(3))
-            loss = loss + Half.apply(fourth, twin.detach()) + Half.apply(fifth, twin) + Half.apply(sixth, twin)
+            loss = loss + Product.apply(fourth, twin.detach()) + Product.apply(fifth, twin) + Product.apply(sixth, twin)
             activation = nn.Parameter(torch.ones(N, N)) * 1
             seventh, eighth = nn.Parameter(torch.ones(N, N)), nn.Parameter(torch.ones(N, N))
-            loss = loss + Half.apply(seventh, activation) + Half.apply(eighth, activation)
+            loss = loss + Product.apply(seventh, activation) + Product.apply(eighth, activation)
             whole = torch.full((N + 1, N), 6.0)
             ninth, tenth = nn.Parameter(torch.ones(N, N)), nn.Parameter(torch.ones(N, N))
             piece = whole[1:]
-            loss = loss + Half.apply(ninth, piece) + Half.apply(tenth, piece)
+            loss = loss + Product.apply(ninth, piece) + Product.apply(tenth, piece)
             loss = loss + (torch.ones(N + 1, N, requires_grad=True) * whole).sum()
-            loss = loss + torch.ones(N, N, requires_grad=True).sin().sum()  # ends the group before
+            loss = loss + torch.ones(N, N, requires_grad=True).sin().sum()  # ends the previous group
         loss.backward()
         leaves = [weight, other, third, fourth, fifth, sixth, seventh, eighth, ninth, tenth]
         held = [*leaves, buffer, twin, activation, whole, piece]
@@ -116,23 +116,23 @@ def test_no_gradient_shares_memory_with_anything_that_it_does_not_share_in_plain
             (index, number)
             for index, gradient in enumerate(gradients)
             for number, tensor in enumerate([*held, *gradients])
-            if tensor is not gradient and share(gradient, tensor)
+            if tensor is not gradient and share_memory(gradient, tensor)
         }
         return gradients, pairs
 
     expected, expected_pairs = run(contextlib.nullcontext())
-    keep = (lambda tensor: True) if keeps else None
+    keep = (lambda tensor: True) if is_kept else None
     config = fgoffload.TransferConfig(min_offloaded_bytes=0, host_budget_bytes=1 << 24, keep=keep)
     block = fgoffload.saved_tensors(config, device=make_device(), group_bytes=group_bytes)
     found, pairs = run(block)
     assert all(map(torch.equal, expected, found))
     assert pairs <= expected_pairs
-    assert (block.stats().d2h_bytes == 0) is keeps
+    assert (block.stats().d2h_bytes == 0) is is_kept
     block.close()
 
 
-class WritesLogits(torch.autograd.Function):
-    """Writes its gradient over what it was given, as Liger's cross entropy does; torch counts no version."""
+class OverwriteLogits(torch.autograd.Function):
+    """Writes its gradient over its input, as Liger's cross entropy does, without a version change."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -147,16 +147,16 @@ class WritesLogits(torch.autograd.Function):
 
 
 @DEVICES
-def test_bytes_changed_by_an_uncounted_write_are_current_if_saved_again(make_device):
+def test_a_second_save_after_a_write_without_a_version_change_offloads_the_new_bytes(make_device):
     inputs = torch.linspace(-1, 1, N * N).view(N, N)
 
     def step(context):
         x = inputs.clone().requires_grad_()
         with context:
             logits = x * 2
-            log = logits.cosh()  # for a log: saves the logits, and is not in the loss
-            _ = log.sin()  # another op: what was saved before leaves now
-            loss = WritesLogits.apply(logits)
+            log = logits.cosh()  # only for a log: saves the logits, but is not part of the loss
+            _ = log.sin()  # the next op: the previous save is offloaded now
+            loss = OverwriteLogits.apply(logits)
             _ = loss.sin()
         loss.backward()
         return [x.grad]
@@ -165,7 +165,7 @@ def test_bytes_changed_by_an_uncounted_write_are_current_if_saved_again(make_dev
 
 
 @DEVICES
-def test_a_storage_that_is_saved_again_and_was_not_written_moves_once(make_device):
+def test_an_unchanged_storage_that_is_saved_again_is_offloaded_once(make_device):
     def step(context):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
@@ -174,26 +174,26 @@ def test_a_storage_that_is_saved_again_and_was_not_written_moves_once(make_devic
         loss.backward()
         return [x.grad]
 
-    assert run_both(step, make_device) == 2 * 3 * 4 * N * N  # h, its sine and its exponential, which two ops save
+    assert run_both(step, make_device) == 2 * 3 * 4 * N * N  # `h`, its sine, and its exponential, which two ops save
 
 
 class Scale(torch.autograd.Function):
-    """`x * scale`, whose backward writes its gradient over the saved scale where `act` is "write"."""
+    """`x * scale`; if `backward_mode` is "write", its backward writes the gradient over the saved scale."""
 
     @staticmethod
-    def forward(ctx, x, scale, act):
-        ctx.act = act
+    def forward(ctx, x, scale, backward_mode):
+        ctx.backward_mode = backward_mode
         ctx.save_for_backward(scale)
         return x * scale
 
     @staticmethod
     def backward(ctx, gradient):
         (scale,) = ctx.saved_tensors
-        return scale.mul_(gradient) if ctx.act == "write" else scale * gradient, None, None
+        return scale.mul_(gradient) if ctx.backward_mode == "write" else scale * gradient, None, None
 
 
 @DEVICES
-def test_a_backward_of_a_gradient_may_write_what_a_backward_before_took(make_device):
+def test_a_backward_may_overwrite_a_saved_tensor_that_an_earlier_backward_used(make_device):
     def step(context):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
@@ -220,9 +220,9 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # what jvp does itself
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # from torch's own jvp
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_torch_func_works_in_a_model_around_it_and_in_a_block(name):
+def test_torch_func_works_inside_and_around_a_model_and_in_a_block(name):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -253,15 +253,15 @@ def test_torch_func_works_in_a_model_around_it_and_in_a_block(name):
     block.close()
 
 
-def test_host_memory_that_was_taken_in_inference_mode_serves_a_training():
+def test_host_memory_allocated_in_inference_mode_can_be_used_for_training():
     model = nn.Sequential(nn.Linear(N, N), nn.GELU())
     handle = fgoffload.offload(model, ["*"], ALL)
     x = torch.ones(N, N)
     with torch.inference_mode():
-        moved = handle.offload_tensor(model(x))
-        assert moved.is_on_host
-        moved.reload()
-        del moved
+        offloaded = handle.offload_tensor(model(x))
+        assert offloaded.is_on_host
+        offloaded.reload()
+        del offloaded
     model(x).sum().backward()
     assert handle.stats().h2d_bytes > 0
     handle.close()
@@ -294,25 +294,25 @@ def test_attributes_of_a_saved_tensor_are_restored():
     assert run_both(step) > 0
 
 
-def test_a_saved_tensor_may_change_in_place_unless_a_backward_wants_it():
-    def run(context, *, wants):
+def test_an_in_place_change_of_a_saved_tensor_raises_only_if_backward_uses_it():
+    def run(context, *, is_used):
         x = torch.linspace(-1, 1, N * N).view(N, N).requires_grad_()
         with context:
-            load = x.exp()
-            load.detach().mul_(2)
-            loss = (x * x).sum() + (load.sum() if wants else 0)
+            exponential = x.exp()
+            exponential.detach().mul_(2)
+            loss = (x * x).sum() + (exponential.sum() if is_used else 0)
         loss.backward()
         return x.grad
 
     block = make_block(DelayedCpuDevice(), group_bytes=1 << 20)
-    assert torch.equal(run(contextlib.nullcontext(), wants=False), run(block, wants=False))
+    assert torch.equal(run(contextlib.nullcontext(), is_used=False), run(block, is_used=False))
     assert block.stats().tags["saved"].kept_bytes == {KeptReason.CHANGED.value: 4 * N * N}
     with pytest.raises(StateError, match="changed in place"):
-        run(block, wants=True)
+        run(block, is_used=True)
     block.close()
 
 
-def test_a_long_region_leaves_and_returns_in_parts():
+def test_a_long_region_is_offloaded_and_reloaded_in_parts():
     class Long(nn.Module):
         def forward(self, x):
             for _ in range(12):

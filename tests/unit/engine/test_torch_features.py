@@ -1,4 +1,4 @@
-"""Tests regions together with other torch features: unsupported tensors are left alone, all others are correct."""
+"""Tests regions together with other torch features: results are correct, and unsupported tensors are not offloaded."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def sine_in_a_region(sites: Sites, x: torch.Tensor) -> torch.Tensor:
         return sites(torch.sin, x * 2)
 
 
-def test_torch_func_grad_around_regions_works_and_moves_nothing():
+def test_torch_func_grad_around_regions_works_and_offloads_nothing():
     engine = make_engine()
     found = torch.func.grad(lambda v: sine_in_a_region(Sites(engine), v).sum())(torch.ones(64, 64))
     assert torch.equal(found, torch.func.grad(lambda v: sine_in_a_region(Sites(None), v).sum())(torch.ones(64, 64)))
@@ -33,7 +33,7 @@ def test_regions_do_nothing_if_hooks_are_forbidden():
 
 
 @pytest.mark.parametrize("make_device", [CpuDevice, DelayedCpuDevice])
-def test_a_default_device_of_the_user_does_not_say_where_host_memory_lies(make_device):
+def test_host_memory_ignores_the_default_device(make_device):
     engine = make_engine(make_device())
     x, w = leaf(64, 64), leaf(64, 64, seed=1)
     expected = get_gradients(lambda sites: sine_in_a_region(sites, x @ w), [x, w], Sites(None))
@@ -47,19 +47,19 @@ def test_a_default_device_of_the_user_does_not_say_where_host_memory_lies(make_d
     assert engine.finish_step().d2h_bytes == NBYTES
 
 
-def test_chunks_that_count_their_changes_apart_are_not_served_from_what_lay_between_others():
+def test_chunks_with_their_own_version_counters_are_not_restored_from_each_others_bytes():
     x, w = leaf(64, 16), leaf(16, 64, seed=1)
 
     def forward(sites: Sites) -> torch.Tensor:
-        a, b, c, d = (x @ w).unsafe_chunk(4, dim=1)  # as the gates of an LSTM cell, each changed in place
+        a, b, c, d = (x @ w).unsafe_chunk(4, dim=1)  # like the gates of an LSTM cell, each changed in place
         a, c, d = sites(lambda a, c, d: (a.sigmoid_(), c.sigmoid_(), d.sigmoid_()), a, c, d, output=lambda results: results[0])
-        b = sites(torch.tanh_, b)  # its bytes have left with the others, and were not these
+        b = sites(torch.tanh_, b)  # its old bytes were offloaded with the others
         return a * c + b * d
 
     check_same_bits(forward, [x, w]).close()
 
 
-def test_forwards_over_one_leaf_leave_no_marks_on_it_and_bring_nothing_back_twice():
+def test_forwards_sharing_one_leaf_put_no_hooks_on_it_and_reload_nothing_twice():
     engine, prompt = make_engine(policy=TransferPolicy(window_bytes=0, prefetch_bytes=1 << 30)), leaf(64, 64)
     outputs = []
     for microbatch in range(4):
@@ -73,7 +73,7 @@ def test_forwards_over_one_leaf_leave_no_marks_on_it_and_bring_nothing_back_twic
     assert stats.h2d_bytes <= stats.d2h_bytes
 
 
-def test_capture_of_a_graph_is_refused():
+def test_graph_capture_is_refused():
     class CapturingDevice(CpuDevice):
         def is_capturing(self) -> bool:
             return True
