@@ -1,4 +1,4 @@
-"""Makes `support`, the shared test code, importable, and sets no deadline for examples."""
+"""Makes the shared test code in `support` importable, and disables Hypothesis deadlines."""
 
 import sys
 from pathlib import Path
@@ -7,6 +7,6 @@ import hypothesis
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Of one example; machines are slow at times. Each test has pytest's timeout.
+# Examples have no deadline, since machines are slow at times. Pytest's timeout limits each test.
 hypothesis.settings.register_profile("any machine", deadline=None)
 hypothesis.settings.load_profile("any machine")

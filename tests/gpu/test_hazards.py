@@ -6,8 +6,8 @@ Each scenario delays one operation by a sleep, so that only the wait under test 
 import pytest
 import torch
 from support.hostile import HostileGpu
-from support.programs import have_same_bits
-from support.scenarios import LATE_MS, SCENARIOS, Bench, Scenario, make_engine, saved_again_after_it_left
+from support.programs import are_bitwise_identical
+from support.scenarios import LATE_MS, SCENARIOS, Bench, Scenario, make_engine, saved_again_after_its_offload
 
 from fgoffload.engine import Hazard
 
@@ -34,7 +34,7 @@ def is_bitwise_identical(
     # Warm-up: the driver loads kernels at their first use, and may synchronize all streams.
     run(hazard, scenario, HostileGpu(), has_engine=True)
     found = run(hazard, scenario, HostileGpu(left_out=left_out), has_engine=True, late_ms=late_ms)
-    return have_same_bits(expected, found)
+    return are_bitwise_identical(expected, found)
 
 
 GRAPH_HAZARDS = {hazard for hazard in Hazard if hazard.name.startswith(("SLOT_", "GRAPH_"))}

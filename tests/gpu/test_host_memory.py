@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.locking import is_locked
+from support.pinning import is_pinned
 
 from fgoffload import HostMemory, StateError
 from fgoffload.engine import AcceleratorDevice, Hazard
@@ -41,7 +41,7 @@ def test_resident_memory_grows_by_the_reserved_bytes_without_rounding(device):
     reserved_bytes = arena.reserved_bytes
     assert reserved_bytes == 257 * MIB + 300 * MIB + 512 + 513 * MIB  # rounded up to powers of two it would be 2 GiB
     assert abs(read_resident_bytes() - before - reserved_bytes) < SLACK_BYTES
-    assert all(is_locked(block.parts[0]) for block in blocks)
+    assert all(is_pinned(block.parts[0]) for block in blocks)
     blocks.clear()
     arena.close()
     assert read_resident_bytes() - before < SLACK_BYTES
@@ -65,7 +65,7 @@ def test_a_block_of_several_parts_is_reloaded_bitwise_identical(device):
     del blocks[::2]
     block = arena.find_block(30 * MIB - 100)
     assert len(block.parts) > 3
-    assert all(is_locked(part) for part in block.parts)
+    assert all(is_pinned(part) for part in block.parts)
     source = torch.randint(0, 256, (30 * MIB - 100,), device="cuda", dtype=torch.uint8)
     back = torch.zeros_like(source)
     written = device.record_event(device.current_stream())
@@ -126,5 +126,5 @@ def test_allocating_more_than_the_host_has_raises_a_state_error(device):
 
 def test_pageable_memory_is_not_pinned():
     slab = AcceleratorDevice(host_memory=HostMemory.PAGEABLE).allocate_host(MIB)
-    assert not is_locked(slab.buffer)
+    assert not is_pinned(slab.buffer)
     slab.close()

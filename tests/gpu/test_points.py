@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.hostile import HostileGpu
 from support.points import POINTS, Case, fail_in_backward, plain
-from support.programs import check_is_telling, have_same_bits
+from support.programs import are_bitwise_identical, check_can_reveal_faults
 
 from fgoffload import TransferPolicy
 from fgoffload.engine import AcceleratorDevice, Device, OffloadEngine
@@ -43,16 +43,16 @@ def close(engine: OffloadEngine) -> None:
 def test_results_are_bitwise_identical_with(name):
     case, engine = Case("cuda"), make_engine()
     expected = case.run(POINTS[name], None)
-    check_is_telling(expected)
+    check_can_reveal_faults(expected)
     for _ in range(2):
-        assert have_same_bits(expected, case.run(POINTS[name], engine))
+        assert are_bitwise_identical(expected, case.run(POINTS[name], engine))
     close(engine)
 
 
 def test_three_backwards_of_a_retained_graph_are_bitwise_identical():
     case, engine = Case("cuda"), make_engine()
     expected = case.run(plain, None, backwards=3)
-    assert have_same_bits(expected, case.run(plain, engine, backwards=3))
+    assert are_bitwise_identical(expected, case.run(plain, engine, backwards=3))
     close(engine)
 
 
@@ -62,7 +62,7 @@ def test_steps_with_pageable_host_memory_are_bitwise_identical(prefetch_bytes):
     case, engine = Case("cuda"), make_engine(device, prefetch_bytes=prefetch_bytes)
     expected = case.run(plain, None)
     for _ in range(3):
-        assert have_same_bits(expected, case.run(plain, engine))
+        assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 
@@ -74,7 +74,7 @@ def test_a_step_on_a_side_stream_is_bitwise_identical():
         with torch.cuda.stream(side):
             found = case.run(plain, engine)
         torch.cuda.current_stream().wait_stream(side)
-        assert have_same_bits(expected, found)
+        assert are_bitwise_identical(expected, found)
     close(engine)
 
 
@@ -92,7 +92,7 @@ def test_two_threads_with_separate_streams_can_share_an_engine(late):
             for _ in range(10):
                 found = cases[index].run(plain, engine, microbatch=index)
                 torch.cuda.current_stream().synchronize()
-                same.append(have_same_bits(expected[index], found))
+                same.append(are_bitwise_identical(expected[index], found))
         return same
 
     with ThreadPoolExecutor(2) as pool:

@@ -1,4 +1,4 @@
-"""Tests that bash and Megatron accept the files of `arguments/`, and that the models have their published sizes."""
+"""Tests that bash and Megatron accept the files in `arguments/`, and that parameter counts match published ones."""
 
 import dataclasses
 import subprocess
@@ -26,13 +26,13 @@ for name in $(compgen -A arrayvar); do
 done
 """
 PUBLISHED = {
-    # Billions of parameters without layers of multi-token prediction, and the GPUs of the run that the ranks are from.
+    # Billions of parameters without MTP layers, and the number of GPUs of the published run.
     "deepseek_v3": (671, 1024),
     "deepseek_v2_lite": (15.7, 8),
     "qwen3_30b_a3b": (30.5, 32),
     "qwen3_235b_a22b": (235, 256),
     "mixtral_8x7b": (46.7, 64),
-    "kimi_k2": (1026, 1024),  # the report says 1.04 trillion, the files of the model have 1.026
+    "kimi_k2": (1026, 1024),  # 1.04 trillion in the report, 1.026 in the checkpoint
     "gpt_oss_120b": (116.8, 64),
     "llama3_8b": (8.03, 8),
     "llama3_70b": (70.6, 64),
@@ -41,23 +41,23 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Using a large number of experts")  # to those who choose a router's type
+@pytest.mark.filterwarnings("ignore:Using a large number of experts")  # Megatron suggests a router dtype
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_bash_and_megatron_take_a_file(path):
+def test_bash_and_megatron_accept_every_argument_file(path):
     command = ["bash", "-c", PRINT_ARRAYS, "bash", str(path)]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, env={"PATH": "/usr/bin:/bin"}).stdout
     words = read_argument_file(path)
     assert set(shown.splitlines()) >= set(words)
     if "--fine-grained-offloading-max-inflight-offloads" in words and not is_installed("0.18"):
-        pytest.skip("a graph of a whole step with offload needs megatron-core 0.18")
-    # Megatron takes fused permutation where Transformer Engine is installed.
+        pytest.skip("a full iteration graph with offload needs megatron-core 0.18")
+    # Fused permutation needs Transformer Engine.
     training = parse_arguments([*words, "--no-moe-permute-fusion"], source=str(path))
     config = build_transformer_config(training, offload=training.offload)
     assert config.num_layers == training.transformer["num_layers"] >= 1
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_the_planner_reads_a_file_and_counts_what_the_models_maker_says(name, caplog):
+def test_parameter_counts_of_argument_files_match_published_ones(name, caplog):
     billions, gpus = PUBLISHED[name]
     model, parallelism = read_model_file(ROOT / "arguments" / f"{name}.sh")
     assert caplog.records == []

@@ -1,3 +1,5 @@
+"""Tests that commands in the docs refer to existing subcommands, models, make targets and files."""
+
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +17,7 @@ MAKE_TARGET = re.compile(r"^([a-z][a-z_-]*):", re.MULTILINE)
 
 
 def read_commands(text):
-    """Yield each command of the fenced bash blocks in `text` as its words, without comments and prompts."""
+    """Yield the words of each command in the bash blocks of `text`, without comments and prompts."""
     for block in BASH_BLOCK.findall(text):
         for line in block.replace("\\\n", " ").splitlines():
             words = shlex.split(line.removeprefix("$ "), comments=True)
@@ -26,7 +28,7 @@ def read_commands(text):
 
 
 def find_fault(words, *, root=ROOT):
-    """Return why the command cannot be what a reader should type, or None."""
+    """Return why a command would fail, or None."""
     program = Path(words[0]).name
     if words[:3] == ["python", "-m", "fgoffload"]:
         words, program = words[2:], "fgoffload"
@@ -37,7 +39,7 @@ def find_fault(words, *, root=ROOT):
     if program == "fgoffload" and len(words) > 1 and words[1] not in ("--help", "--version", *COMMANDS):
         return f"fgoffload has no command {words[1]!r}"
     if program == "fgoffload" and len(words) > 2 and words[2].isidentifier() and find_model(words[2]) is None:
-        return f"no model comes by the name {words[2]!r}"
+        return f"there is no model {words[2]!r}"
     for word in words:
         if re.match(r"(?:\./)?(?:arguments|examples|tests|docs|\.ci)/", word) and not any(root.glob(word.removeprefix("./"))):
             return f"{word} does not exist"
@@ -45,6 +47,6 @@ def find_fault(words, *, root=ROOT):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_command_of_a_page_exists(page):
+def test_every_command_in_the_docs_exists(page):
     commands = read_commands(page.read_text(encoding="utf-8"))
     assert [fault for words in commands if (fault := find_fault(words))] == []

@@ -1,7 +1,4 @@
-"""Tests that pages stay short, and that every relative link resolves.
-
-Words are counted plainly: everything between blanks, tables and code included.
-"""
+"""Tests word limits and relative links of pages. Words are separated by whitespace, and tables and code count."""
 
 import re
 from pathlib import Path
@@ -24,13 +21,13 @@ def count_words(path):
 
 
 def list_anchors(path):
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub creates for a page's headings."""
     headings = HEADING.findall(CODE_BLOCK.sub("", path.read_text(encoding="utf-8")))
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def find_broken(page):
-    """Yield each relative link of a page whose file, or whose heading, is not there."""
+    """Yield each relative link of a page to a missing file or heading."""
     for link in LINK.findall(CODE_BLOCK.sub("", page.read_text(encoding="utf-8"))):
         if "://" in link:
             continue
@@ -40,20 +37,20 @@ def find_broken(page):
             yield link
 
 
-def test_the_readme_is_below_700_words():
+def test_the_readme_has_fewer_than_700_words():
     assert count_words(ROOT / "README.md") < 700
 
 
-def test_the_documents_are_below_30000_words_together():
+def test_the_docs_have_fewer_than_30000_words():
     assert sum(map(count_words, DOCS)) < 30_000
 
 
-def test_the_decisions_are_at_most_2500_words():
+def test_the_decisions_have_at_most_2500_words():
     assert count_words(ROOT / "docs" / "decisions.md") <= 2_500
 
 
 @pytest.mark.parametrize("page", USER_PAGES, ids=lambda page: page.name)
-def test_a_user_page_is_below_800_words(page):
+def test_a_user_page_has_fewer_than_800_words(page):
     assert count_words(page) < 800
 
 
@@ -68,7 +65,7 @@ def test_the_index_links_every_page():
     assert [page.name for page in DOCS if page != index and page.resolve() not in linked] == []
 
 
-def test_every_page_that_the_code_names_exists():
+def test_every_page_mentioned_in_the_code_exists():
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES if path.suffix in (".py", ".sh")}
     named = {(path.name, name) for path, text in texts.items() for name in DOCS_PATH.findall(text)}
     assert len(named) > 20

@@ -15,6 +15,6 @@ MODULES = [
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_the_examples_of_a_module_run(name):
+def test_docstring_examples_pass(name):
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0 < found.attempted

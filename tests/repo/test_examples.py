@@ -1,4 +1,4 @@
-"""Runs every example and compares its output with its docstring."""
+"""Runs every example and checks its output."""
 
 import importlib.util
 import re
@@ -57,12 +57,12 @@ EXPECTED_LINES = {
 }
 
 
-def test_the_list_of_examples_is_whole():
+def test_every_example_has_expected_output():
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(EXPECTED_LINES)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in EXPECTED_LINES])
-def test_an_example_prints_what_its_top_says(name):
+def test_an_example_prints_its_expected_output(name):
     missing = [package for package in PACKAGES.get(name, ()) if importlib.util.find_spec(package) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed")

@@ -1,4 +1,4 @@
-"""Holds the one-way rule of imports, from the left to the right:
+"""Tests the one-way rule of imports. Parts import only from parts to their left:
 
 units, errors, environment, output_files <- text_files, config, tags, plan, transfer_schedule <- {engine, planner}
     <- {integrations, doctor} <- trainer <- benchmark <- cli.
@@ -42,7 +42,7 @@ MAY_IMPORT = {
     "__init__": (*BELOW_ENGINE, "integrations"),
     "__main__": ("cli",),
 }
-"""By part of the package: the parts that it may import."""
+"""The parts that each part of the package may import."""
 
 PLANNER_MAY_IMPORT = {
     "checks": (),
@@ -61,10 +61,10 @@ PLANNER_MAY_IMPORT = {
     "entry": ("checks", "ranks", "model", "timing", "model_ranks", "training_facts", "simulation", "solving"),
     "__init__": ("model", "timing", "model_ranks", "entry"),
 }
-"""By part of the planner: the parts of the planner that it may import. Simulator and solver know no model and no device."""
+"""The parts that each part of the planner may import. Simulator and solver are independent of models and devices."""
 
 RULES = {"fgoffload": MAY_IMPORT, "fgoffload.planner": PLANNER_MAY_IMPORT}
-"""By package: who within it may import whom. A part is a folder or a file of the package."""
+"""The rules of each package. A part is a folder or a file of the package."""
 
 FRAMEWORKS = ("megatron", "swift", "transformer_engine", "transformers", "trl", "verl")
 FRAMEWORK_PARTS = ("integrations",)
@@ -75,11 +75,11 @@ TORCH_PARTS = ("engine", "integrations", "doctor", "trainer", "benchmark", "cli"
 class Import:
     line: int
     name: str
-    """Dotted, absolute."""
+    """The absolute dotted name."""
 
 
 def find_violations(source: str, module: str) -> list[str]:
-    """Return one line for each import in `source` that `module`, as in `fgoffload.engine.group`, must not have."""
+    """Return one line for each forbidden import in the `source` of `module`, such as `fgoffload.engine.group`."""
     for package, may_import in RULES.items():
         if is_inside(module, package) and get_part(module, package) not in may_import:
             return [f"{module}: part {get_part(module, package)!r} of {package} has no rule; add it to RULES"]
@@ -128,7 +128,7 @@ def read_imports(source: str, module: str) -> Iterator[Import]:
 
 
 def find_modules(package: Path) -> Iterator[tuple[Path, str]]:
-    """Yield each source file under `package` with its dotted module name; a package's own file counts as `__init__`."""
+    """Yield each source file under `package` with its dotted module name, which ends in `__init__` for a package."""
     for path in sorted(package.rglob("*.py")):
         yield path, ".".join(path.relative_to(package.parent).with_suffix("").parts)
 
@@ -138,21 +138,21 @@ FILES = list(find_modules(PACKAGE))
 MODULES = [module for _, module in FILES]
 
 
-def test_every_module_imports_only_what_lies_below_it():
+def test_modules_import_only_lower_layers():
     assert [line for path, module in FILES for line in find_violations(path.read_text(encoding="utf-8"), module)] == []
 
 
 @pytest.mark.parametrize("package", RULES)
-def test_the_rule_reads_the_modules_of_every_part_and_of_no_other(package):
+def test_rules_cover_exactly_the_parts_of_each_package(package):
     assert {get_part(module, package) for module in MODULES if is_inside(module, package)} == RULES[package].keys()
 
 
 @pytest.mark.parametrize("package", RULES)
-def test_the_rule_itself_goes_one_way(package):
+def test_rules_have_no_cycles(package):
     graphlib.TopologicalSorter({part: set(below) - {part} for part, below in RULES[package].items()}).prepare()
 
 
-def test_no_modules_import_each_other():
+def test_module_imports_have_no_cycles():
     names = {module.removesuffix(".__init__"): path for path, module in FILES}
     imports = {name: set() for name in names}
     for name, path in names.items():
@@ -160,10 +160,10 @@ def test_no_modules_import_each_other():
             if isinstance(node, ast.ImportFrom):
                 found = {f"{node.module}.{alias.name}" for alias in node.names}
                 imports[name] |= {one if one in names else node.module for one in found} & names.keys()
-    graphlib.TopologicalSorter(imports).prepare()  # for types alone and inside of functions too
+    graphlib.TopologicalSorter(imports).prepare()  # includes imports for type checking and inside functions
 
 
-def test_private_names_of_torch_are_in_one_file():
+def test_private_names_of_torch_are_used_in_one_file():
     private = re.compile(r"\btorch\.(\w+\.)*_[a-zA-Z]\w*")
     users = {path.name for path, _ in FILES for _ in private.finditer(path.read_text(encoding="utf-8"))}
     assert users == {"torch_internals.py"}

@@ -1,4 +1,4 @@
-"""Tests that the page on Megatron-Core names every tag, recompute unit and held wait in the code."""
+"""Tests that the page on tags lists every tag, recompute unit and held wait in the code."""
 
 import re
 from pathlib import Path
@@ -13,14 +13,14 @@ TABLE = re.compile(r"^<!-- (\w+) -->\n(\|.*\n)(\|[-|]+\n)((?:\|.*\n)+)", re.MULT
 
 
 def read_tables(text):
-    """Return the rows of each table that has a name in a comment above it, as lists of cells."""
+    """Return the rows of each table that a comment above it names, as lists of cells."""
     return {
         name: [[cell.strip() for cell in row.strip("|").split("|")] for row in rows.splitlines()]
         for name, _, _, rows in TABLE.findall(text)
     }
 
 
-def test_the_page_has_exactly_the_recompute_units_of_the_code():
+def test_the_tags_page_lists_exactly_the_recompute_units_in_the_code():
     units = []
     for unit in RECOMPUTE_UNITS:
         covers = " ".join(f"`{name}`" for name in unit.covers) or "-"
@@ -29,7 +29,7 @@ def test_the_page_has_exactly_the_recompute_units_of_the_code():
     assert read_tables(PAGE.read_text(encoding="utf-8"))["units"] == units
 
 
-def test_the_page_names_a_site_for_each_tag_and_every_held_wait():
+def test_the_tags_page_lists_a_site_for_each_tag_and_every_held_wait():
     tables = read_tables(PAGE.read_text(encoding="utf-8"))
     assert {row[0] for row in tables["sites"]} == {f"`{name}`" for name in default_tags().names}
     held = [row[0] for row in tables["waits"] if row[2] == "`hold`"]

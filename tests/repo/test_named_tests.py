@@ -1,4 +1,4 @@
-"""Tests that the tests that pages name exist, and that each fault has a test."""
+"""Tests that all tests cited in the docs exist, and that each fault has a test."""
 
 import functools
 import re
@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md")), *sorted((
 FAULTS = ROOT / "docs" / "concepts" / "faults.md"
 ENGINE_TESTS = ROOT / "tests" / "unit" / "engine"
 FAULT_TESTS = ENGINE_TESTS / "test_faults_of_others.py"
-NAME = re.compile(r"(?<![\w/])(?:[\w.]+/)*test_\w+(?:\.py)?\b")
+CITED_NAME = re.compile(r"(?<![\w/])(?:[\w.]+/)*test_\w+(?:\.py)?\b")
 FUNCTION = re.compile(r"^ *def (test_\w+)\(", re.MULTILINE)
 
 
@@ -21,21 +21,21 @@ def read(page):
 
 
 def list_functions(paths: Iterable[Path]) -> list[str]:
-    """Return the names of the tests of some files, in order."""
+    """Return the names of the tests in `paths`, in order."""
     return [name for path in paths for name in FUNCTION.findall(read(path))]
 
 
 @functools.cache
 def find_tests() -> tuple[set[str], set[str]]:
-    """Return the names of all files of tests, and of all tests."""
+    """Return the names of all test files and of all tests."""
     files = sorted((ROOT / "tests").glob("**/test_*.py"))
     return {path.name for path in files}, set(list_functions(files))
 
 
 def find_missing(text: str) -> Iterator[str]:
-    """Yield each name of a test or of a file of tests in `text` that nothing has."""
+    """Yield the name of each missing test or test file in `text`."""
     files, functions = find_tests()
-    for name in NAME.findall(text):
+    for name in CITED_NAME.findall(text):
         if not name.endswith(".py"):
             exists = name in functions
         elif "tests/" in name:
@@ -47,11 +47,11 @@ def find_missing(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[str(page.relative_to(ROOT)) for page in PAGES])
-def test_every_test_that_a_page_names_exists(page):
+def test_every_test_cited_in_the_docs_exists(page):
     assert list(find_missing(read(page))) == []
 
 
-def test_the_faults_of_the_page_are_the_tests_in_their_order():
+def test_faults_in_the_docs_match_their_tests_in_order():
     rows = re.findall(r"^\| (\d+) \|(?:[^|\n]*\|){2} `(\w+)` \|", read(FAULTS), re.MULTILINE)
     functions = [name for name in list_functions([FAULT_TESTS]) if re.match(r"test_fault_\d\d_", name)]
     assert [name for _, name in rows] == functions

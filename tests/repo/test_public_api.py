@@ -1,3 +1,5 @@
+"""Tests the public names, their documentation, and light imports."""
+
 import dataclasses
 import json
 import runpy
@@ -26,12 +28,12 @@ def run_python(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_public_names_are_these_and_no_others():
+def test_public_names():
     assert tuple(fgoffload.__all__) == PUBLIC
 
 
 @pytest.mark.parametrize("name", PUBLIC)
-def test_every_public_name_is_documented_and_so_is_each_field_of_its_configuration(name):
+def test_every_public_name_and_dataclass_field_is_documented(name):
     public = getattr(fgoffload, name)
     assert public.__doc__
     assert f".{name}\n" in API_PAGE or name in ("GIB", "MIB") or name.endswith("Error")
@@ -40,7 +42,7 @@ def test_every_public_name_is_documented_and_so_is_each_field_of_its_configurati
 
 
 @pytest.mark.parametrize("module", ["fgoffload", "fgoffload.cli"])
-def test_importing_loads_nothing_heavy(module):
+def test_import_loads_no_heavy_packages(module):
     code = f"import sys, {module}; print(*sorted({set(HEAVY)!r} & set(sys.modules)))"
     assert run_python(code) == ""
 
@@ -54,6 +56,6 @@ def test_plan_and_doctor_work_without_torch():
     assert (checked.returncode, rows["torch"]["status"], rows["Python"]["status"]) == (1, "error", "ok")
 
 
-def test_the_generated_tables_of_the_reference_are_what_the_code_says():
+def test_generated_reference_tables_are_up_to_date():
     pages = runpy.run_path(str(Path(__file__).parents[2] / ".ci" / "pages.py"))
     assert pages["find_stale"]() == {}, "run: make pages"

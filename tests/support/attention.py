@@ -1,7 +1,6 @@
 """A small reference attention in plain torch, for cases that Megatron's local layers do not support.
 
-It takes heads whose values are of another size than their keys (MLA), fewer groups of keys than queries, and sequences packed
-into one (THD).
+It supports value heads of another size than key heads (MLA), fewer groups of keys than queries, and packed sequences (THD).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from fgoffload.integrations.megatron.patching.imports import load_module
 
 
 class ReferenceAttention(torch.nn.Module):
-    """Causal attention. Built by Megatron in place of `DotProductAttention`, with the same arguments."""
+    """Causal attention, which Megatron builds in place of `DotProductAttention`, with the same arguments."""
 
     def __init__(
         self,
@@ -45,14 +44,14 @@ class ReferenceAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Return what each token attends to.
+        """Compute causal attention.
 
         Args:
-            query: `[s, b, heads, channels]`, or `[s, heads, channels]` where sequences are packed.
-            key: The same of each group.
-            value: The same, with channels of its own number.
-            attention_mask: Not looked at: attention is causal.
-            packed_seq_params: Where packed sequences begin and end.
+            query: `[s, b, heads, channels]`, or `[s, heads, channels]` for packed sequences.
+            key: The same shape, with groups in place of heads.
+            value: The shape of `key`, perhaps with other channels.
+            attention_mask: Ignored, since attention is causal.
+            packed_seq_params: Boundaries of packed sequences.
 
         Returns:
             `[s, b, heads * channels of value]`, or `[s, heads, channels of value]`.
@@ -72,7 +71,7 @@ class ReferenceAttention(torch.nn.Module):
 
     @staticmethod
     def _find_hidden(length: int, packed_seq_params: Any) -> torch.Tensor:
-        """Return which keys, the last dimension, no query may see: later ones, and those of other sequences."""
+        """Return the mask of hidden keys (the last dimension) of each query: later ones, and those of other sequences."""
         later = torch.ones(length, length, dtype=torch.bool).triu(1)
         if packed_seq_params is None:
             return later
@@ -82,7 +81,7 @@ class ReferenceAttention(torch.nn.Module):
 
 @contextlib.contextmanager
 def reference_attention() -> Iterator[None]:
-    """Give Megatron's local layers the attention above until the body ends."""
+    """Let Megatron's local layers use `ReferenceAttention` inside the context."""
     provider = load_module("megatron.core.models.backends").LocalSpecProvider
     with mock.patch.object(provider, "core_attention", return_value=ReferenceAttention):
         yield

@@ -1,4 +1,4 @@
-"""A chain of equal layers with known memory: each saves its input and one product."""
+"""A chain of equal layers with known memory: each saves its input and one matrix product."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.sites import Sites
 
 
 def make_weights(device: str, count: int, *, size: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
-    """Return `count` weights `[size, size]`, the same each time."""
+    """Return `count` weights `[size, size]` with reproducible values."""
     generator = torch.Generator().manual_seed(0)
     return [
         torch.nn.Parameter((torch.randn(size, size, generator=generator) * size**-0.5).to(device, dtype)) for _ in range(count)
@@ -27,15 +27,15 @@ def run_chain(
     look: Callable[[], None] | None = None,
     keep: bool = False,
 ) -> None:
-    """Run forward and backward; gradients are in the weights then.
+    """Run forward and backward, which leaves the gradients in the weights.
 
     Args:
-        engine: None runs without one.
+        engine: None runs without an engine.
         weights: One for each layer.
-        rows: Of the input; by default as many as a weight has.
-        microbatch: Of the lane.
-        look: Called after the forward of each layer, and when backward has the gradient of each layer's output.
-        keep: Mark what a layer saves to stay, by `OffloadEngine.keep`.
+        rows: Rows of the input; by default those of a weight.
+        microbatch: The microbatch of the lane.
+        look: Called after the forward of each layer, and when backward has computed the gradient of its output.
+        keep: Keep the saved tensors on the GPU, with `OffloadEngine.keep`.
     """
     sites = Sites(engine, microbatch=microbatch)
     size = weights[0].shape[0]

@@ -1,9 +1,9 @@
-"""A device with several streams that only records which work is ordered before which.
+"""A device with several streams that records the order of work with vector clocks.
 
-Work runs at once, on the CPU. Each stream has a vector clock: work advances it, and waiting for an event merges the clocks. So
-a test can ask whether one piece of work is ordered before another on a real device, regardless of timing. The host also has a
-clock: work that it has seen finish is ordered before all work that it queues later. An event counts as done only after the
-host has waited for it, so no result is correct by luck. A test can name events that the host sees as done.
+Work runs immediately, on the CPU. Each stream has a vector clock: work advances it, and waiting for an event merges the clocks.
+So a test can check whether one piece of work is ordered before another on a real device, regardless of timing. The host also
+has a clock: work that it has seen finish is ordered before all work that it queues later. An event counts as done only after
+the host has waited for it, so no result is correct by luck, unless a test lets the host see it as done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Clock = dict[object, int]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """Something queued on a stream."""
+    """Work queued on a stream."""
 
     stream: object
     clock: Clock
@@ -33,27 +33,27 @@ class Work:
 
 
 class Wait(NamedTuple):
-    """A wait that the engine queued: why, and from where in its source."""
+    """A wait that the engine queued: its hazard and its source location."""
 
     hazard: Hazard
     site: str
-    """The function that waits, and those that it is a private part of, as in `poll > _order`."""
+    """The waiting function with its callers up to the first public one, as in `poll > _order`."""
     line: tuple[str, int]
-    """File and line of the call."""
+    """The file and line of the call."""
 
 
 def merge(clock: Clock, other: Clock) -> None:
-    """Let `clock` know what `other` knows."""
+    """Advance `clock` to include everything in `other`."""
     for stream, count in other.items():
         clock[stream] = max(clock.get(stream, 0), count)
 
 
 class ClockedCpuDevice(CpuDevice):
-    """The CPU with streams that have clocks.
+    """A CPU device whose streams have vector clocks.
 
     Args:
-        leaves_out: Says of a wait that the engine asks for that it shall not happen.
-        sees_done: Says whether the host finds an event done that it has not waited for.
+        leaves_out: Returns whether to skip a wait of the engine.
+        sees_done: Returns whether the host sees an event as done without having waited for it.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ClockedCpuDevice(CpuDevice):
         self._host: Clock = {}
         self._current: object = "compute"
         self.copies: list[Work] = []
-        """Of both directions, in the order of queueing."""
+        """Copies in both directions, in queue order."""
         self.allocations: list[Work] = []
         self.waits: set[Wait] = set()
 
     @contextlib.contextmanager
     def on(self, stream: object) -> Iterator[None]:
-        """Let `stream` be the current one inside."""
+        """Make `stream` the current stream inside the context."""
         self._current, before = stream, self._current
         try:
             yield
@@ -80,7 +80,7 @@ class ClockedCpuDevice(CpuDevice):
             self._current = before
 
     def queue(self, stream: object | None = None) -> Work:
-        """Queue work on `stream`, or on the current one."""
+        """Queue work on `stream`, by default the current one."""
         stream = self._current if stream is None else stream
         clock = self._clocks.setdefault(stream, {})
         merge(clock, self._host)
@@ -88,7 +88,7 @@ class ClockedCpuDevice(CpuDevice):
         return Work(stream, dict(clock))
 
     def join(self, stream: object, other: object) -> None:
-        """Let `stream` wait for all that is queued on `other`: a wait of the program, not of the engine."""
+        """Let `stream` wait for all work queued on `other`, as a wait of the program and not of the engine."""
         merge(self._clocks.setdefault(stream, {}), self.queue(other).clock)
 
     def current_stream(self):
@@ -127,7 +127,7 @@ class ClockedCpuDevice(CpuDevice):
 
 
 def _find_wait(hazard: Hazard) -> Wait:
-    """Return the wait that the code of the engine asks for now."""
+    """Return the wait that the engine's code is queueing."""
     frame: Any = sys._getframe(1)
     while "/fgoffload/engine/" not in frame.f_code.co_filename or frame.f_code.co_filename.endswith("/device.py"):
         frame = frame.f_back

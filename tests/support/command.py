@@ -10,9 +10,9 @@ OFF = (
 """An argument file without offload flags."""
 
 
-def assert_messages(said, *expected):
-    """Check what stderr holds, but for the one line that says what was replaced, which differs between machines."""
-    lines = said.splitlines()
+def assert_messages(stderr, *expected):
+    """Check the lines of `stderr`, without the one about replaced functions, which differs between machines."""
+    lines = stderr.splitlines()
     replaced = [line for line in lines if re.fullmatch(r"fgoffload: Megatron-Core.* functions .*are replaced\.", line)]
     assert len(replaced) == 1
     assert [line for line in lines if line not in replaced] == list(expected)

@@ -1,9 +1,9 @@
-"""Runs Python scripts and modules one after another, each in a copy of one process.
+"""Runs Python scripts and modules one after another, each in a fork of one process.
 
-Importing transformers takes longer than a small training run. So the process imports the shared packages once, and leaves out
+Importing transformers takes longer than a small training run. So the process imports the shared packages once, and hides
 optional packages that transformers would import if they are installed.
 
-As a module, this offers `run_commands`. As a script, it is the process whose copies run the commands.
+Tests import `run_commands`, which runs this file as a script: the process that forks for each command.
 """
 
 import gc
@@ -18,24 +18,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NOT_NEEDED = ("bitsandbytes", "datasets", "pandas", "peft", "scipy", "sklearn", "tensorboard")
-"""transformers imports them where they are installed. A tiny training of Llama uses none of them."""
+"""Packages that transformers imports if they are installed. A tiny training of Llama uses none of them."""
 TIMEOUT_SECONDS = 100
-"""Of all commands together."""
+"""The timeout of all commands together."""
 
 
 def run_commands(
     *commands: Sequence[str], imports: Sequence[str] = (), without: Sequence[str] = NOT_NEEDED
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run each of `commands` in turn, and return how they ended.
+    """Run `commands` one after another, and return their results.
 
     Args:
-        commands: A Python file, or the name of a module as for `python -m`, and its arguments.
+        commands: A Python file or a module name as for `python -m`, each with its arguments.
         imports: Modules to import once for all commands.
-        without: Packages that seem not to be installed.
+        without: Packages to hide, as if they were not installed.
     """
     hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     environment = {name: value for name, value in os.environ.items() if name not in hidden}
-    imports = imports if sys.platform == "linux" else ()  # macOS has libraries of which a copy may not be used
+    imports = imports if sys.platform == "linux" else ()  # some macOS libraries do not work after a fork
     with tempfile.TemporaryDirectory() as folder:
         first = subprocess.run(
             [sys.executable, "-W", "ignore", __file__, folder, json.dumps([commands, imports, without])],
@@ -48,11 +48,13 @@ def run_commands(
         )
         if first.returncode != 0:
             raise AssertionError(first.stderr)
-        said = [[(Path(folder) / f"{kind}-{number}").read_text() for kind in ("out", "err")] for number in range(len(commands))]
+        outputs = [
+            [(Path(folder) / f"{kind}-{number}").read_text() for kind in ("out", "err")] for number in range(len(commands))
+        ]
         codes = json.loads(first.stdout.splitlines()[-1])
     return [
         subprocess.CompletedProcess(command, code, out, err)
-        for command, code, (out, err) in zip(commands, codes, said, strict=True)
+        for command, code, (out, err) in zip(commands, codes, outputs, strict=True)
     ]
 
 
@@ -60,7 +62,7 @@ def _run_all(folder: Path, commands: Sequence[Sequence[str]], imports: Sequence[
     sys.modules.update(dict.fromkeys(without))
     for name in imports:
         importlib.import_module(name)
-    gc.freeze()  # a collection of a copy would write to all pages, which copies share until one of them does
+    gc.freeze()  # so that collections in forks do not copy all shared pages
     codes = []
     for number, words in enumerate(commands):
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """Trains a tiny Llama with `Trainer` and DeepSpeed in several processes, without and with the callback.
 
-As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken.
+Tests import `run_ranks`, which runs this file as a script in cases process. The processes connect through a file, not a port.
 """
 
 import hashlib
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 110
-"""Of a whole run. DeepSpeed compiles an operator for the CPU when it is first used on a machine."""
+"""The timeout of a whole run. DeepSpeed compiles a CPU operator at its first use on a machine."""
 STAGES = (2, 3)
 
 
 def run_ranks(*, processes: int, imports: tuple[str, ...] = ()) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Yield what each rank found without and with the callback, for each stage of ZeRO, and each with checkpointing too."""
-    from support.processes import run_processes  # here: as a script this file has no package
+    """Yield the results of cases rank without and with the callback, for cases ZeRO stage, without and with checkpointing."""
+    from support.processes import run_processes  # not at the top, since a script has no package
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -44,7 +44,7 @@ def _train(stage: int, *, checkpointing: bool, is_offloaded: bool) -> dict[str, 
             "zero_allow_untested_optimizer": True,
             "train_micro_batch_size_per_gpu": "auto",
         },
-        "use_cpu": False,  # accelerate takes DDP otherwise; DeepSpeed knows its device from the environment
+        "use_cpu": False,  # accelerate would use DDP; DeepSpeed gets its device from the environment
         "gradient_checkpointing": checkpointing,
     }
     with tempfile.TemporaryDirectory() as folder:
@@ -70,8 +70,8 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, store=store, rank=rank, world_size=processes)
-    each = itertools.product(STAGES, (False, True), (False, True))
-    found = [_train(stage, checkpointing=checkpointing, is_offloaded=offloaded) for stage, checkpointing, offloaded in each]
+    cases = itertools.product(STAGES, (False, True), (False, True))
+    found = [_train(stage, checkpointing=checkpointing, is_offloaded=offloaded) for stage, checkpointing, offloaded in cases]
     (folder / f"result-{rank}.json").write_text(json.dumps(found))
 
 

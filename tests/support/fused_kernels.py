@@ -1,8 +1,8 @@
 """CPU norms, linears and attention that save the same tensors as Transformer Engine's, whose kernels need a GPU.
 
 They follow the source of Transformer Engine before 2.20 (`ops/basic/rmsnorm.py`, `prepare_forward` of `module/base.py`, and
-`FusedAttnFunc`), not our formulas. The stand-ins fix which inputs a kernel saves. Megatron's own code decides which kernels
-run, and with which inputs.
+`FusedAttnFunc`), not our formulas. The replacements determine which inputs a kernel saves. Megatron's own code determines which
+kernels run, and with which inputs.
 """
 
 import contextlib
@@ -18,12 +18,12 @@ from support.versions import is_installed
 
 
 class FusedNorm(torch.nn.Module):
-    """An RMSNorm. Built by Megatron in place of its local norms, with the same arguments."""
+    """An RMSNorm, which Megatron builds in place of its local norms, with the same arguments."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         if config.normalization != "RMSNorm":
-            raise NotImplementedError(f"{config.normalization} in place of RMSNorm.")
+            raise NotImplementedError(f"{config.normalization} instead of RMSNorm.")
         self.weight = torch.nn.Parameter(torch.ones(hidden_size))
         self._eps = eps
 
@@ -52,9 +52,9 @@ class _Norm(torch.autograd.Function):
 
 
 class FusedAttention(torch.nn.Module):
-    """Saves what fused attention does, and computes something else: the values as they are.
+    """Saves the same tensors as fused attention, but returns the values unchanged.
 
-    Built by Megatron in place of `DotProductAttention`, with the same arguments.
+    Megatron builds it in place of `DotProductAttention`, with the same arguments.
     """
 
     def __init__(self, config: Any, *_: Any, lengths: dict[int, torch.Tensor], **__: Any) -> None:
@@ -66,7 +66,7 @@ class FusedAttention(torch.nn.Module):
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
 
     def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        """Return `[s, b, heads * channels of value]`, of query, key and value `[s, b, heads or groups, channels]`."""
+        """Map query, key and value `[s, b, heads or groups, channels]` to `[s, b, heads * channels of value]`."""
         length, batch = query.shape[:2]
         if batch not in self._lengths:
             self._lengths[batch] = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32)
@@ -107,7 +107,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _copy_first(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a linear's `forward` with an input that lies in one piece, as Transformer Engine's make it before they save it."""
+    """Return a linear's `forward` that makes its input contiguous first, like the linears of Transformer Engine."""
 
     def forward_contiguous(self: Any, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return forward(self, hidden.contiguous(), *args, **kwargs)
@@ -116,7 +116,7 @@ def _copy_first(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _make_normed_linear(linear: Any) -> type:
-    """Return a linear of Megatron's with a norm in it, as Transformer Engine fuses both. Latent attention asks for it."""
+    """Return a Megatron linear with a norm, which Transformer Engine fuses. Latent attention uses it."""
 
     class NormedLinear(linear):  # type: ignore[misc]
         def __init__(self, input_size: int, *args: Any, config: Any, **kwargs: Any) -> None:
@@ -131,14 +131,14 @@ def _make_normed_linear(linear: Any) -> type:
 
 @contextlib.contextmanager
 def _normed_queries(linear: Any, provider: Any) -> Iterator[None]:
-    """Give local layers a norm in the linear of a whole query, which those of Transformer Engine have since 0.19."""
+    """Add a norm to the linear of an uncompressed query, as Transformer Engine layers have it since 0.19."""
     if not is_installed("0.19"):
         yield
         return
     resolver = load_module("megatron.core.transformer.mla_qk_norm_config").QKNormConfigResolver
     with (
         mock.patch.object(provider, "column_parallel_layer_norm_linear", return_value=_make_normed_linear(linear)),
-        # Megatron's local layers name a norm of the compressed query too.
+        # Megatron's local layers also set a norm of the compressed query.
         mock.patch.object(resolver, "_raise_unused_q_norm"),
     ):
         yield
@@ -146,10 +146,10 @@ def _normed_queries(linear: Any, provider: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_kernels() -> Iterator[None]:
-    """Give Megatron's local layers what is above, and its grouped experts, until the body ends."""
+    """Let Megatron's local layers use the modules above and its grouped experts inside the context."""
     linear = load_module("megatron.core.tensor_parallel.layers").ColumnParallelLinear
     provider = load_module("megatron.core.models.backends").LocalSpecProvider
-    # Where sequences begin is one tensor for all layers.
+    # All layers share one tensor of sequence lengths.
     attention = load_module("megatron.core.transformer.spec_utils").ModuleSpec(module=FusedAttention, params={"lengths": {}})
     with (
         grouped_experts(),

@@ -1,4 +1,4 @@
-"""Small captured and replayed runs, with accesses that the engine's waits must order."""
+"""Small runs with captured and replayed graphs, whose accesses the engine's waits must order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from support.streams import FAR, NBYTES, ROWS, Program
 
 LAYERS = 4
 LAYER_BYTES = 3 * NBYTES
-"""What the regions of `attention` save."""
+"""The bytes saved by the regions of `attention`."""
 
 
 def _make_stacks(
-    program: Program, count: int, *, budget: int = 1 << 20, prefetch: int = 0, are_together: bool = False
+    program: Program, count: int, *, budget: int = 1 << 20, prefetch: int = 0, captures_together: bool = False
 ) -> tuple[list[torch.Tensor], list[list]]:
-    """Return the weights of a model, and its layers for `count` microbatches, each a function of its input."""
+    """Return the weights of a model, and its layers, as functions of their input, for each of `count` microbatches."""
     engine, weights = program.make_engine(budget=budget, prefetch=prefetch), [program.leaf() for _ in range(LAYERS)]
     if engine is None:
         return weights, [[lambda h, weight=weight: attention(h, weight, plain) for weight in weights]] * count
@@ -28,7 +28,7 @@ def _make_stacks(
     stacks = [
         [GraphedLayer(engine, pool, attention, weight, torch.zeros(ROWS, ROWS)) for weight in weights] for _ in range(count)
     ]
-    if are_together:
+    if captures_together:
         capture_layers(engine, *stacks)
     else:
         for stack in stacks:
@@ -36,9 +36,9 @@ def _make_stacks(
     return weights, stacks
 
 
-def _run(stack: list, given: int | torch.Tensor) -> torch.Tensor:
-    """Return the output of `stack` for an input, or for the number of a random one."""
-    h = given
+def _run(stack: list, source: int | torch.Tensor) -> torch.Tensor:
+    """Return the output of `stack` for an input, or for a random input with a given seed."""
+    h = source
     if not isinstance(h, torch.Tensor):
         h = torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(h))
     for layer in stack:
@@ -52,18 +52,18 @@ def _finish(program: Program, weights: list[torch.Tensor], *outputs: torch.Tenso
     program.results += [weight.grad.clone() for weight in weights]
 
 
-def layers_in_graphs(program: Program) -> None:
+def graphed_layers(program: Program) -> None:
     weights, (stack,) = _make_stacks(program, 1)
     for seed in range(2):
         _finish(program, weights, _run(stack, seed))
 
 
-def layers_in_graphs_that_are_replayed_in_another_order(program: Program) -> None:
+def graphed_layers_replayed_in_another_order(program: Program) -> None:
     weights, stacks = _make_stacks(program, 2)
     _finish(program, weights, *[_run(stack, seed) for seed, stack in enumerate(stacks)])
 
 
-def layers_in_graphs_whose_backward_never_comes(program: Program) -> None:
+def graphed_layers_without_a_backward(program: Program) -> None:
     weights, stacks = _make_stacks(program, 2, budget=(2 * LAYERS - 2) * LAYER_BYTES)
     for seed in range(3):
         outputs = [_run(stack, seed) for stack in stacks]
@@ -72,29 +72,29 @@ def layers_in_graphs_whose_backward_never_comes(program: Program) -> None:
     _finish(program, weights, _run(stacks[0], 0))
 
 
-def layers_in_graphs_with_two_microbatches_under_way(program: Program) -> None:
-    weights, stacks = _make_stacks(program, 2, are_together=True)
+def graphed_layers_with_two_microbatches_in_flight(program: Program) -> None:
+    weights, stacks = _make_stacks(program, 2, captures_together=True)
     for _ in range(2):
         _finish(program, weights, *[_run(stack, seed) for seed, stack in enumerate(stacks)])
 
 
-def a_layer_in_a_graph_that_is_replayed_alone(program: Program) -> None:
-    weights, (stack, _) = _make_stacks(program, 2, are_together=True)
+def single_graphed_layers_replayed_alone(program: Program) -> None:
+    weights, (stack, _) = _make_stacks(program, 2, captures_together=True)
     for layer in stack:
         _run([layer], 0).sum().backward()
     program.results += [weight.grad for weight in weights]
 
 
-def the_last_layers_in_graphs_that_are_replayed_alone(program: Program) -> None:
-    weights, stacks = _make_stacks(program, 2, are_together=True)
+def last_graphed_layers_replayed_alone(program: Program) -> None:
+    weights, stacks = _make_stacks(program, 2, captures_together=True)
     outputs = [_run(stack[-1:], seed) for seed, stack in enumerate(stacks)]
     for output in outputs:
         output.sum().backward()
     program.results.append(weights[-1].grad)
 
 
-def _take_a_block_that_is_read(program: Program, order: Sequence[int]) -> None:
-    """Drop a graph outside of all captures while what its regions saved comes back, and replay layers in its host memory."""
+def _reuse_a_block_in_use(program: Program, order: Sequence[int]) -> None:
+    """Drop an eager autograd graph while its tensors are being reloaded, and replay layers that reuse its host memory."""
     weights, (stack,) = _make_stacks(program, 1, budget=len(order) * LAYER_BYTES, prefetch=FAR)
     engine = getattr(stack[0], "engine", None)
     sites = Sites(engine)
@@ -109,13 +109,13 @@ def _take_a_block_that_is_read(program: Program, order: Sequence[int]) -> None:
     program.results += weights
 
 
-def a_layer_in_a_graph_takes_a_block_that_is_read(program: Program) -> None:
-    _take_a_block_that_is_read(program, (0,))
+def graphed_layer_reuses_a_block_in_use(program: Program) -> None:
+    _reuse_a_block_in_use(program, (0,))
 
 
-def a_layer_in_a_graph_makes_room_with_a_block_that_is_read(program: Program) -> None:
-    # The last but one and the first share a slot, and only the first leaves it at once.
-    _take_a_block_that_is_read(program, (2, 0))
+def graphed_layer_frees_its_slot_with_a_block_in_use(program: Program) -> None:
+    # Layers 2 and 0 share a slot, and only layer 0 frees it immediately.
+    _reuse_a_block_in_use(program, (2, 0))
 
 
 def _capture_step(program: Program, *, window: int, prefetch: int, drops: bool) -> None:
@@ -148,24 +148,24 @@ def captured_steps(program: Program) -> None:
     _capture_step(program, window=NBYTES, prefetch=NBYTES, drops=False)
 
 
-def captured_steps_with_all_in_flight(program: Program) -> None:
+def captured_steps_with_all_copies_in_flight(program: Program) -> None:
     _capture_step(program, window=FAR, prefetch=FAR, drops=False)
 
 
-def captured_steps_whose_graph_is_dropped(program: Program) -> None:
+def captured_steps_with_a_dropped_autograd_graph(program: Program) -> None:
     _capture_step(program, window=0, prefetch=FAR, drops=True)
 
 
-IN_GRAPHS = (
-    layers_in_graphs,
-    layers_in_graphs_that_are_replayed_in_another_order,
-    layers_in_graphs_whose_backward_never_comes,
-    layers_in_graphs_with_two_microbatches_under_way,
-    a_layer_in_a_graph_that_is_replayed_alone,
-    the_last_layers_in_graphs_that_are_replayed_alone,
-    a_layer_in_a_graph_takes_a_block_that_is_read,
-    a_layer_in_a_graph_makes_room_with_a_block_that_is_read,
+GRAPH_SCHEDULES = (
+    graphed_layers,
+    graphed_layers_replayed_in_another_order,
+    graphed_layers_without_a_backward,
+    graphed_layers_with_two_microbatches_in_flight,
+    single_graphed_layers_replayed_alone,
+    last_graphed_layers_replayed_alone,
+    graphed_layer_reuses_a_block_in_use,
+    graphed_layer_frees_its_slot_with_a_block_in_use,
     captured_steps,
-    captured_steps_with_all_in_flight,
-    captured_steps_whose_graph_is_dropped,
+    captured_steps_with_all_copies_in_flight,
+    captured_steps_with_a_dropped_autograd_graph,
 )

@@ -22,10 +22,10 @@ from support.recording import RecordingCpuDevice
 
 
 class GraphDevice(RecordingCpuDevice):
-    """The recording device, which can be told that a graph is being captured.
+    """The recording device with graph capture.
 
-    As CUDA, it refuses waits in a capture for events from outside of it, waits outside for events of a capture, and a host that
-    waits for what only a replay will run.
+    Like CUDA, it rejects waits in a capture for events from outside, waits outside for events of a capture, and host waits for
+    captured work.
     """
 
     has_open_capture = False
@@ -34,7 +34,7 @@ class GraphDevice(RecordingCpuDevice):
         super().__init__(**options)
         self._captures = 0
         self._captured: dict[int, tuple[object, int]] = {}
-        """By event, the event, so that its name is not used again, and the capture that it was recorded in; 0 is none."""
+        """By id of an event: the event, which keeps the id unique, and the number of its capture, or 0."""
 
     def is_capturing(self) -> bool:
         return self.has_open_capture
@@ -55,7 +55,7 @@ class GraphDevice(RecordingCpuDevice):
     def is_done(self, event: object) -> bool:
         if self.has_open_capture:
             return False
-        assert self._captured[id(event)][1] == 0, "an event of a capture never passes"
+        assert self._captured[id(event)][1] == 0, "an event of a capture is never done"
         return super().is_done(event)
 
     @contextlib.contextmanager
@@ -68,8 +68,8 @@ class GraphDevice(RecordingCpuDevice):
             self.has_open_capture = False
 
 
-class _Look(NamedTuple):
-    """A tensor over memory of a graph, which is held and whose storage is not."""
+class _View(NamedTuple):
+    """A view of graph memory that keeps the memory alive, but not the storage of the tensor."""
 
     memory: torch.Tensor
     dtype: torch.dtype
@@ -82,7 +82,7 @@ class _Look(NamedTuple):
 
 
 class GraphPool:
-    """The memory of graphs."""
+    """The memory pool of graphs."""
 
     def __init__(self) -> None:
         self._memory: dict[int, tuple[torch.Tensor, StorageWeakRef]] = {}
@@ -99,40 +99,40 @@ class GraphPool:
         return adopted
 
     def describe(self, tensor: Any) -> Any:
-        """Return a look at `tensor` where it lies in this pool, or the tensor."""
+        """Return a `_View` of `tensor` if it is in this pool, or else the tensor."""
         if not isinstance(tensor, torch.Tensor):
             return tensor
         known = self._memory.get(tensor.untyped_storage()._cdata)
         if known is None:
             return tensor.detach()
-        return _Look(known[0], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _View(known[0], tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def release(self) -> None:
-        """Say that forwards have been captured: what nothing holds now of what they made, no backward may read."""
+        """Mark memory of captured forwards that has no owner now, so that no backward may read it."""
         made = list(self._memory.values())[self._known :]
         self._released += [memory for memory, storage in made if storage.expired()]
         self._known = len(self._memory)
 
     def poison(self) -> int:
-        """Fill with NaN what may be written between two replays, and return how many bytes that are."""
+        """Fill memory that may be overwritten between two replays with NaN, and return its bytes."""
         for memory in self._released:
             memory.fill_(0xFF)
         return sum(memory.numel() for memory in self._released)
 
 
 class CpuGraph(TorchDispatchMode):
-    """A context that captures the operations inside, and `replay`, which runs them again."""
+    """Captures the operations inside its context. `replay` repeats them."""
 
     def __init__(self, pool: GraphPool) -> None:
         super().__init__()
         self._pool = pool
-        self._calls: list[tuple[Any, Any, Any, list[_Look]]] = []
+        self._calls: list[tuple[Any, Any, Any, list[_View]]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         known = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         called = tree_map(self._pool.describe, (args, kwargs))
-        fresh: list[_Look] = []
+        fresh: list[_View] = []
 
         def adopt(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.untyped_storage()._cdata in known or not leaf.numel():
@@ -148,32 +148,33 @@ class CpuGraph(TorchDispatchMode):
     @torch.no_grad()
     def replay(self) -> None:
         for func, args, kwargs, fresh in self._calls:
-            args, kwargs = tree_map(_make, (args, kwargs), is_leaf=_is_look)
+            args, kwargs = tree_map(_make, (args, kwargs), is_leaf=_is_view)
             found = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-            for look, result in zip(fresh, found[: len(fresh)], strict=True):
-                look.make().copy_(result)
+            for view, result in zip(fresh, found[: len(fresh)], strict=True):
+                view.make().copy_(result)
 
 
-def _is_look(leaf: Any) -> bool:
-    return isinstance(leaf, _Look)
+def _is_view(leaf: Any) -> bool:
+    return isinstance(leaf, _View)
 
 
 def _make(leaf: Any) -> Any:
-    return leaf.make() if isinstance(leaf, _Look) else leaf
+    return leaf.make() if isinstance(leaf, _View) else leaf
 
 
 Layer = Callable[..., torch.Tensor]
-"""Of the input, a weight and a function that returns the context of a tag's region."""
+"""A function of the input, a weight, and a function that returns the region of a tag."""
 
 
 class GraphedLayer:
-    """A layer for one microbatch, captured and replayed as Transformer Engine does it.
+    """A layer for one microbatch, captured and replayed like with Transformer Engine.
 
     Args:
-        engine: Offloads what it saves.
+        engine: Offloads the saved tensors.
+        pool: The memory of its graphs.
         layer: See `Layer`.
-        weight: Its only parameter.
-        sample: Of its input.
+        weight: The only parameter.
+        sample: A sample input.
     """
 
     def __init__(
@@ -246,7 +247,7 @@ class _Graphed(torch.autograd.Function):
 
 
 def capture_layers(engine: OffloadEngine, *stacks: Sequence[GraphedLayer]) -> None:
-    """Capture the forwards of all `stacks`, one for each microbatch, and then their backwards, the first stack's first."""
+    """Capture the forwards and then the backwards of all `stacks`, one stack for each microbatch."""
     for stack in stacks:
         for layer in stack:
             layer.warm_up()
@@ -261,7 +262,7 @@ def capture_layers(engine: OffloadEngine, *stacks: Sequence[GraphedLayer]) -> No
 
 
 def attention(hidden: torch.Tensor, weight: torch.Tensor, find_region: Callable[[str], Any]) -> torch.Tensor:
-    """A layer whose regions save one storage each, and one that an op outside of them saves too."""
+    """A layer of two regions. Each saves one own storage, and one that an op outside saves too."""
     projected = hidden @ weight
     with find_region("core_attn"):
         mixed = projected.sin() * projected
@@ -272,5 +273,5 @@ def attention(hidden: torch.Tensor, weight: torch.Tensor, find_region: Callable[
 
 
 def plain(tag: str) -> Any:
-    """Return what stands for a region where nothing is offloaded."""
+    """Return a null region for runs without offload."""
     return contextlib.nullcontext()

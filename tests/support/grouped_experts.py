@@ -1,4 +1,4 @@
-"""Stand-ins for the grouped linears that `TEGroupedMLP.forward` needs. Transformer Engine's own linears need a GPU."""
+"""CPU versions of the grouped linears that `TEGroupedMLP.forward` needs. Transformer Engine's own linears need a GPU."""
 
 import contextlib
 import functools
@@ -20,14 +20,14 @@ def make_experts(
     is_clamped: bool = False,
     offloads_activation: bool = False,
 ) -> types.SimpleNamespace:
-    """Return experts whose forward is Megatron's own between two linears.
+    """Return experts that run Megatron's own forward between two linears.
 
     Args:
-        linear_fc1: Called with the tokens and the tokens of each expert. The second linear saves what it is given.
+        linear_fc1: Called with the tokens and the token counts of the experts. The second linear saves its input.
         is_fused: Whether activation and probabilities are one kernel.
-        is_recomputed: Whether they are recomputed in backward.
+        is_recomputed: Whether both are recomputed in backward.
         is_clamped: Whether the gate is GPT-OSS's quick GEGLU with clamped halves.
-        offloads_activation: Whether they are a site of the tag `moe_act`.
+        offloads_activation: Whether both are a site of the tag `moe_act`.
     """
     activation = load_module("megatron.core.fusions.fused_bias_geglu").quick_gelu if is_clamped else torch.nn.functional.silu
     config = types.SimpleNamespace(
@@ -41,7 +41,7 @@ def make_experts(
         activation_func_clamp_value=7.0 if is_clamped else None,
         activation_func_fp8_input_store=False,
         glu_linear_offset=0.0,
-        # What the development branch asks.
+        # Fields that the development branch reads.
         moe_mlp_glu_interleave_size=None,
         delay_offload_until_cuda_graph=False,
         moe_router_padding_for_quantization=False,
@@ -63,7 +63,7 @@ def make_experts(
 
 
 class _Function(torch.nn.Module):
-    """A module that calls a function."""
+    """Wraps a function in a module."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -74,10 +74,10 @@ class _Function(torch.nn.Module):
 
 
 class GroupedLinear(torch.nn.Module):
-    """Of all experts, one after the other; built by Megatron in place of Transformer Engine's, with the same arguments."""
+    """Runs all experts in turn. Megatron builds it in place of Transformer Engine's, with the same arguments."""
 
     save_original_input = False
-    """Transformer Engine's choice, which means nothing here: autograd saves parts of one input."""
+    """An option of Transformer Engine without effect here, since autograd saves parts of one input."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class GroupedLinear(torch.nn.Module):
 
 @contextlib.contextmanager
 def grouped_experts() -> Iterator[None]:
-    """Give Megatron's local layers its grouped experts until the body ends, with the linears above."""
+    """Let Megatron's local layers use its grouped experts with the linears above inside the context."""
     experts = load_module("megatron.core.transformer.moe.experts")
     provider = load_module("megatron.core.models.backends").LocalSpecProvider
     linears: dict[str, Any] = {"linear_fc1": GroupedLinear, "linear_fc2": GroupedLinear}

@@ -1,18 +1,16 @@
 """Devices that delay all work as long as allowed, and fill memory that must not be read with NaN.
 
 [Note: Poison that adds no order]
-Poison must not wait for anything that the engine itself could have forgotten to wait for, or it would hide the race that it is
-there to show.
+Poison must not wait for anything that the engine could have forgotten to wait for, or it would hide races.
 
-Device memory. A buffer is filled on the stream that allocates it, in the allocator's own order. Freed memory is poisoned by
-`poison_free_memory`: allocated, filled and freed again on the current stream, as any kernel might. A copy that still reads what
-was freed, or a kernel that reads what is not there yet, meets NaN.
+Device memory: a buffer is filled on the stream that allocates it, in the allocator's own order. `poison_free_memory` allocates,
+fills and frees memory on the current stream, as any kernel might. A copy that still reads freed memory, or a kernel that reads
+a buffer before its reload, reads NaN.
 
-Host memory. Slabs are full of NaN from the start. A block that is handed out again is poisoned twice. On the host, when it is
-handed out, but only where no copy reads it any more: the bytes of an earlier step could be equal to those that are missing.
-And on the copy stream, right before the copy that fills it: behind exactly those waits that the engine queued, so that a copy
-to the device which still reads the block, or reads it too early, meets NaN. Waiting for the readers first would put the copy
-behind them too, and a forgotten wait would do no harm.
+Host memory: slabs are full of NaN from the start. A reused block is poisoned twice. First on the host, when the arena returns
+it, if no copy still reads it, since bytes of an earlier step could equal the missing ones. Then on the copy stream, directly
+before the copy that fills it, after exactly the waits that the engine queued. So a copy to the device that still reads the
+block, or reads it too early, reads NaN. Waiting for the readers first would order the copy after them and hide a missing wait.
 """
 
 import contextlib
@@ -27,22 +25,22 @@ from fgoffload.engine.geometry import View, get_bytes
 from fgoffload.engine.host_block import HostBlock
 
 POISON = 0xFF
-"""Bytes of it are a NaN in every floating-point type of 16 bits and more."""
+"""A byte that makes NaN in every floating-point type of at least 16 bits."""
 POISON_BYTES = 16 << 20
-"""The largest copy to the host that can be preceded by poison."""
+"""The largest copy to the host that can be poisoned."""
 CYCLES_PER_MS = 2_000_000
-"""Of `torch.cuda._sleep`; the clock of a GPU is 1 to 2 GHz, so a millisecond is one or two."""
+"""Cycles of `torch.cuda._sleep` for 1 to 2 ms, since GPU clocks are 1 to 2 GHz."""
 
 
 class Hostile(Device):
-    """Mixed in before a device: poisons its memory, sleeps before its copies and waits, and can leave out one kind of wait.
+    """A mixin for devices: poisons memory, sleeps before copies and waits, and can skip the waits of one hazard.
 
     Args:
-        late: What sleeps: `d2h` and `h2d` before a copy, `compute` before a buffer is taken and wherever the test calls `nap`.
-        probability: Of each sleep.
-        milliseconds: Of a sleep, about.
-        left_out: The hazard whose waits are not queued; None queues all.
-        seed: Of the sleeps.
+        late: Streams that sleep: `d2h` and `h2d` before a copy, `compute` before it uses a buffer and where a test calls `nap`.
+        probability: The probability of each sleep.
+        milliseconds: The approximate length of a sleep.
+        left_out: The hazard whose waits are skipped. None skips no wait.
+        seed: The seed of the sleeps.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Hostile(Device):
         """Keep `stream` busy."""
 
     def nap(self, stream: Any) -> None:
-        """Keep `stream` busy, perhaps."""
+        """Keep `stream` busy with the given probability, if it is one of `late`."""
         name = {self.d2h_stream: "d2h", self.h2d_stream: "h2d"}.get(stream, "compute")
         if name in self._late and self._random.random() < self._probability:
             self.sleep(stream, self._milliseconds)
@@ -92,7 +90,7 @@ class Hostile(Device):
         super().copy_bytes(destination=destination, source=source, stream=stream)
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Any) -> bool:
-        return True  # asked in the first steps alone: to wait here would make in time what is late on purpose
+        return True  # used only in the first steps; a wait would undo the delays
 
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
         return super().allocate_device(size_bytes).fill_(POISON)
@@ -117,7 +115,7 @@ class HostileGpu(Hostile, AcceleratorDevice):
 
 
 def poison_blocks(engine: OffloadEngine) -> OffloadEngine:
-    """Fill each block that the arena of `engine` hands out with NaN, where nothing reads it any more; return `engine`."""
+    """Fill each block that the arena of `engine` returns with NaN, unless a copy still reads it. Returns `engine`."""
     arena = engine.arena
     find_block = arena.find_block
 
@@ -133,7 +131,7 @@ def poison_blocks(engine: OffloadEngine) -> OffloadEngine:
 
 
 def poison_free_memory(device: str, sizes_bytes: Collection[int], *, count: int) -> None:
-    """Fill what the allocator has free with NaN, on the current stream: `count` tensors of each size, all alive at once."""
+    """Fill free memory of the allocator with NaN on the current stream, as `count` simultaneous tensors of each size."""
     if device == "cuda":
         tensors = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes_bytes for _ in range(count)]
         for tensor in tensors:
@@ -142,7 +140,7 @@ def poison_free_memory(device: str, sizes_bytes: Collection[int], *, count: int)
 
 @contextlib.contextmanager
 def deterministic():
-    """Let torch refuse ops whose bits differ between runs. Fresh memory is left as it is: the poison here is on purpose."""
+    """Let torch reject nondeterministic ops, without its own fill of new memory, which would overwrite the poison."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(mode=True)
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -10,26 +10,26 @@ import torch
 from fgoffload import TransferConfig
 
 ALL = TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1 << 16, host_budget_bytes=64 << 20, is_timed=True)
-"""Everything is offloaded."""
+"""Offloads everything."""
 
 LAYERS, VOCABULARY = 3, 64
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
 HIDDEN_BYTES = 2 * 16 * 32 * 4
-"""Of one layer's input in fp32 in the trainings of `make_trainer`: `[b, s, h]`."""
+"""Bytes of one layer's fp32 input `[b, s, h]` in a run of `make_trainer`."""
 
 
 def needs(*packages: str) -> pytest.MarkDecorator:
-    """Return the mark that skips tests where one of `packages` is not installed."""
+    """Return a mark that skips tests if one of `packages` is not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} not installed")
 
 
 OLD_NAMES = pytest.mark.filterwarnings("ignore:.*will be removed in v6:FutureWarning")
-"""Tests use `gradient_checkpointing`, the name of all versions that they run with."""
+"""Ignores warnings about `gradient_checkpointing`, the only name that all tested versions have."""
 
 
 def make_llama(**options: Any) -> Any:
-    """Return a Llama with three layers, the same each time."""
+    """Return a Llama with three layers and reproducible weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -37,13 +37,13 @@ def make_llama(**options: Any) -> Any:
 
 
 def make_samples(count: int = 16, length: int = 16) -> list[dict[str, torch.Tensor]]:
-    """Return sequences of random tokens, the same each time."""
+    """Return reproducible sequences of random tokens."""
     tokens = torch.randint(0, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
 def make_trainer(model: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
-    """Return a trainer of four steps on the CPU."""
+    """Return a `Trainer` for four steps on the CPU."""
     from transformers import Trainer, TrainingArguments
 
     args = TrainingArguments(

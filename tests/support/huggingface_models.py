@@ -1,4 +1,4 @@
-"""Tiny random models of the rows in `docs/how_to/huggingface.md`."""
+"""Tiny random models for the rows in `docs/how_to/huggingface.md`."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ PEFT = {
     "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 4, "target_modules": None}),
     "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 4, "target_modules": None}),
 }
-"""By row: the class of the config, and what it is given."""
+"""The config class and its options for each row."""
 
 
 def make_inputs() -> dict[str, Any]:
@@ -53,7 +53,7 @@ def make_peft(model: Any, kind: str, options: dict[str, Any]) -> Any:
 
 
 def make_quantized(bits: int) -> Any:
-    """Return a Llama whose linears are quantized as `BitsAndBytesConfig` has them, with LoRA."""
+    """Return a Llama with LoRA and quantized linears, as with `BitsAndBytesConfig`."""
     import bitsandbytes
 
     model = make_llama()
@@ -61,11 +61,11 @@ def make_quantized(bits: int) -> Any:
         if type(linear) is torch.nn.Linear:
             sizes = (linear.in_features, linear.out_features)
             if bits == 4:
-                made = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+                quantized = bitsandbytes.nn.Linear4bit(*sizes, bias=False, compute_dtype=torch.float32, quant_type="nf4")
             else:
-                made = bitsandbytes.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
-            made.load_state_dict(linear.state_dict())
-            model.model.set_submodule(name, made)
+                quantized = bitsandbytes.nn.Linear8bitLt(*sizes, bias=False, has_fp16_weights=False)
+            quantized.load_state_dict(linear.state_dict())
+            model.model.set_submodule(name, quantized)
     setattr(model, f"is_loaded_in_{bits}bit", True)
     return make_peft(model.to("cpu"), "LoraConfig", {})
 
@@ -99,7 +99,7 @@ def make_vision(kind: str, *, is_frozen: bool) -> Any:
 
 
 def make_vision_inputs() -> dict[str, Any]:
-    """Return one text with one image: four patches that become one token."""
+    """Return one text with one image, in which four patches become one token."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.tensor([[9, 7, 5, 5, 5, 5, 8, 10, 11, 12]])
     return {

@@ -12,7 +12,7 @@ from fgoffload.trainer import models
 
 @contextlib.contextmanager
 def hybrid_models(pattern: str) -> Iterator[None]:
-    """Let trainings have a hybrid model: `*` is an attention layer, `-` an MLP layer, `/` begins a depth of prediction."""
+    """Let training build a hybrid model: `*` is an attention layer, `-` an MLP layer, `/` starts an MTP depth."""
     norm = load_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     model = load_module("megatron.core.models.hybrid.hybrid_model").HybridModel
 
@@ -33,23 +33,23 @@ def hybrid_models(pattern: str) -> Iterator[None]:
 
 def _build_spec() -> Any:
     layers = load_module("megatron.core.transformer.transformer_layer")
-    predicting = load_module("megatron.core.transformer.multi_token_prediction")
+    mtp = load_module("megatron.core.transformer.multi_token_prediction")
     hybrid = load_module("megatron.core.models.hybrid.hybrid_block")
     spec = load_module("megatron.core.transformer.spec_utils").ModuleSpec
     whole = load_module("megatron.core.models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(normalization="RMSNorm").submodules
 
-    def take(*names: str) -> Any:
+    def select(*names: str) -> Any:
         return dataclasses.replace(layers.TransformerLayerSubmodules(), **{name: getattr(whole, name) for name in names})
 
     backend = load_module("megatron.core.models.backends").LocalSpecProvider()
-    depth = predicting.get_mtp_layer_spec_for_backend(None, backend)
+    depth = mtp.get_mtp_layer_spec_for_backend(None, backend)
     submodules = hybrid.HybridStackSubmodules(
-        attention_layer=spec(layers.TransformerLayer, submodules=take("input_layernorm", "self_attention", "self_attn_bda")),
+        attention_layer=spec(layers.TransformerLayer, submodules=select("input_layernorm", "self_attention", "self_attn_bda")),
         mlp_layer=spec(
-            load_module("megatron.core.ssm.mlp_layer").MLPLayer, submodules=take("pre_mlp_layernorm", "mlp", "mlp_bda")
+            load_module("megatron.core.ssm.mlp_layer").MLPLayer, submodules=select("pre_mlp_layernorm", "mlp", "mlp_bda")
         ),
         mtp_block_spec=spec(
-            predicting.MultiTokenPredictionBlock, submodules=predicting.MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
+            mtp.MultiTokenPredictionBlock, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[depth])
         ),
     )
     return spec(hybrid.HybridStack, submodules=submodules)

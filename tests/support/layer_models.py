@@ -1,12 +1,12 @@
-"""Layers with small numbers that can be added up by hand, for tests of the planner."""
+"""Layers with small numbers for hand calculations, for tests of the planner."""
 
 from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTensor, Segment, UnitModel
 
-STRETCHES = (
+SEGMENT_NAMES = (
     *("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "router", "dispatch"),
     *("shared_expert", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"),
 )
-"""Of a layer with experts, in the order of forward: `dispatch` is number 6 and `moe_combine` number 11."""
+"""Segments of a layer with experts, in forward order: `dispatch` has index 6 and `moe_combine` 11."""
 
 
 def save(name, *tags, size_bytes, is_same_in_all_layers=False):
@@ -25,16 +25,16 @@ TENSORS = (
     save("residual", "mlp_norm", size_bytes=140),
     save("normed residual", "shared_expert", "router", size_bytes=150),
     save("scores", "router", size_bytes=20),
-    save("inside of the shared experts", "shared_expert", size_bytes=160),
+    save("shared expert activations", "shared_expert", size_bytes=160),
     save("permuted tokens", "expert_fc1", size_bytes=400),
     save("gate and up", "moe_act", size_bytes=600),
     save("activated", "expert_fc2", size_bytes=350),
-    save("places", "moe_combine", size_bytes=30),
+    save("indices", "moe_combine", size_bytes=30),
 )
 UNITS = (
     UnitModel(
         name="layer",
-        segments=STRETCHES,
+        segments=SEGMENT_NAMES,
         drops=tuple(tensor.name for tensor in TENSORS if "layer_input" not in tensor.tags),
         before="moe_combine",
     ),
@@ -43,7 +43,7 @@ UNITS = (
     UnitModel(name="mlp_norm", segments=("mlp_norm",), drops=("normed residual",), before="shared_expert", extra_bytes=9),
     UnitModel(
         name="moe",
-        segments=STRETCHES[5:],
+        segments=SEGMENT_NAMES[5:],
         drops=tuple(tensor.name for tensor in TENSORS[7:]),
         keeps=(save("normed residual", "moe", size_bytes=150),),
         before="moe_combine",
@@ -53,13 +53,13 @@ UNITS = (
 
 
 def make_moe_layer(*, host_wait=None):
-    """Return a layer with experts: forward takes a second a segment and backward two; `dispatch` has the host's wait."""
+    """Return a layer with experts: 1 s of forward and 2 s of backward per segment; `dispatch` has the host wait."""
     segments = tuple(
         Segment(name=name, forward_s=1.0, backward_s=2.0, host_wait=host_wait if name == "dispatch" else None)
-        for name in STRETCHES
+        for name in SEGMENT_NAMES
     )
     return LayerModel(kind="moe", segments=segments, tensors=TENSORS, units=UNITS)
 
 
-HOLDING = make_moe_layer(host_wait=HostWait.HOLD)
+WITH_HOLD_WAIT = make_moe_layer(host_wait=HostWait.HOLD)
 PLAIN = make_moe_layer()

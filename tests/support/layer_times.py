@@ -1,4 +1,4 @@
-"""Layers and devices that are small enough to compute their times by hand."""
+"""Small layers and devices for times computed by hand."""
 
 import dataclasses
 
@@ -8,7 +8,7 @@ from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.planner.timing.op_times import make_layer_model
 
 FAST = 1e40
-"""A rate at which nothing takes any time."""
+"""A practically infinite rate."""
 
 COMPUTING = Hardware(
     name="computes",
@@ -19,7 +19,7 @@ COMPUTING = Hardware(
     gpus_per_node=8,
     source="made up",
 )
-"""It computes, and memory takes no time."""
+"""A device limited by compute, with infinitely fast memory."""
 
 IDEAL = Efficiency(
     **dict.fromkeys(
@@ -50,11 +50,11 @@ MLA = dataclasses.replace(
 
 
 def change_experts(shape=MOE, **fields):
-    """Return `shape` with other experts."""
+    """Return `shape` with other fields of its experts."""
     return dataclasses.replace(shape, experts=dataclasses.replace(shape.experts, **fields))
 
 
 def run(shape, hardware=COMPUTING, **settings):
-    """Return the segments of a layer by name, on a device that reaches its peaks."""
+    """Return the segments of a layer by name, on a device that reaches its peak rates."""
     settings = {"efficiency": IDEAL, **settings}
     return {one.name: one for one in make_layer_model(shape, hardware, kind="any", **settings).segments}

@@ -21,8 +21,8 @@ probe: forward and backward ran
 
 
 @dataclasses.dataclass
-class Answers:
-    """Output of the commands of a machine."""
+class CommandOutputs:
+    """Outputs of the commands that a machine runs."""
 
     smi: CommandResult = dataclasses.field(default_factory=lambda: CommandResult(0, SMI))
     probe: CommandResult = dataclasses.field(default_factory=lambda: CommandResult(0, PROBE_OUTPUT))
@@ -36,17 +36,17 @@ class Answers:
 
 
 def make_machine(root, **changes):
-    """Return a machine with one H100 on the first of two NUMA nodes, where nothing is wrong; `root` gets its files."""
+    """Return a healthy machine with one H100 on the first of two NUMA nodes, whose files are in `root`."""
     write(root / "proc/meminfo", "MemAvailable: 104857600 kB\n")  # 100 GiB
     write(root / "sys/bus/pci/devices/0000:17:00.0/numa_node", "0\n")
     write(root / "sys/devices/system/node/online", "0-1\n")
     write(root / "sys/devices/system/node/node0/cpulist", "0-3,8-11\n")
     write(root / "sys/devices/system/node/node1/cpulist", "4-7,12-15\n")
     machine = Machine(root)
-    usual = {
+    defaults = {
         "environment": {},
         "python_version": "3.12.1",
-        "run": Answers().run,
+        "run": CommandOutputs().run,
         "find_version": VERSIONS.get,
         "find_import_fault": lambda module: None,
         "find_cuda_version": lambda: "13.0",
@@ -57,7 +57,7 @@ def make_machine(root, **changes):
         "memlock_limit_bytes": None,
         "cpus": frozenset({0, 1, 2, 3}),
     }
-    vars(machine).update(usual | changes)
+    vars(machine).update(defaults | changes)
     return machine
 
 

@@ -1,4 +1,4 @@
-"""Rows of the support matrix. A row is run without offload, and with offload of every tag that its model has."""
+"""Rows of the support matrix. Each row trains without offload, and with all tags of its model offloaded."""
 
 import dataclasses
 
@@ -17,14 +17,14 @@ SHARED = "--moe-shared-expert-intermediate-size 32"
 ALL_TO_ALL = "--moe-token-dispatcher-type alltoall"
 
 _KNOWN_TAGS = [name for name in default_tags().names if name not in ("fused_group_mlp", "gdp_qkv")]
-"""Those that every version of Megatron-Core has a place for."""
+"""Tags that all versions of Megatron-Core have sites for."""
 _EXPERT_TAGS = {"router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"}
 _DENSE_MLP_TAGS = {"mlp_fc1", "mlp_act", "mlp_fc2"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One training."""
+    """One training run of the matrix."""
 
     flags: str
     steps: int = 2
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def tags(self) -> list[str]:
-        """All tags but those that the model has no site for."""
+        """All tags with a site in the model."""
         absent = {"layer_input"} | (set() if SHARED in self.flags else {"shared_expert"})
         if EXPERTS not in self.flags:
             absent |= _EXPERT_TAGS
@@ -54,10 +54,10 @@ class Row:
 
 
 def check_row(row: Row, without: list[StageResult], with_offload: list[StageResult]) -> None:
-    """Check that every bit of all ranks is the same, and that each tag was offloaded on some rank."""
+    """Check that all ranks are bitwise identical, and that at least one rank offloaded each tag."""
     assert [rank.losses for rank in with_offload] == [rank.losses for rank in without]
     assert [rank.gradient_digests for rank in with_offload] == [rank.gradient_digests for rank in without]
     assert [rank.evaluations for rank in with_offload] == [rank.evaluations for rank in without]
     assert all(rank.gradient_digests[0] for rank in without)
-    moved = {tag: sum(rank.transfers.get(tag, 0) for rank in with_offload) for tag in row.tags}
-    assert [tag for tag, moved_bytes in moved.items() if moved_bytes == 0] == []
+    offloaded = {tag: sum(rank.transfers.get(tag, 0) for rank in with_offload) for tag in row.tags}
+    assert [tag for tag, size_bytes in offloaded.items() if size_bytes == 0] == []

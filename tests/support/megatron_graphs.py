@@ -1,7 +1,7 @@
 """Captures and replays Megatron-Core's own layers on the CPU with the graphs of `support/graphs.py`.
 
-All other code is Megatron's: it decides which part of a layer a capture runs and which code follows a replay, and it calls the
-interface around both.
+All other code is Megatron's: it chooses the captured part of a layer and the code after a replay, and calls the interface
+around both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GRAPHS = "megatron.core.transformer.cuda_graphs"
 
 
 class _LayerGraph:
-    """The graphs of one layer for one microbatch, as a function of its input."""
+    """The graphs of one layer for one microbatch, callable with the layer's input."""
 
     def __init__(self, pool: GraphPool, layer: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
         self._layer = layer
@@ -86,9 +86,9 @@ class GraphedTraining:
     """A trainer whose layers are captured after the first step.
 
     Args:
-        trainer: On the CPU, with a model of one chunk.
-        modules: As `--cuda-graph-modules`.
-        device: That of the engine; None where nothing is offloaded.
+        trainer: A trainer on the CPU with a model of one chunk.
+        modules: The captured modules, as in `--cuda-graph-modules`.
+        device: The device of the engine, or None without offload.
     """
 
     def __init__(self, trainer: Trainer, modules: Sequence[str], device: GraphDevice | None) -> None:
@@ -100,24 +100,24 @@ class GraphedTraining:
         config = self._layers[0].config
         scopes = load_module("megatron.core.transformer.enums").CudaGraphModule
         config.cuda_graph_impl, config.cuda_graph_modules = "transformer_engine", [scopes[name] for name in modules]
-        config.delay_offload_until_cuda_graph = False  # which versions before 0.19 do not have: ours delays by itself
+        config.delay_offload_until_cuda_graph = False  # missing before 0.19; our engine delays without it
         for layer in self._layers:
-            layer._set_offload_modules()  # which looks at the graphs
+            layer._set_offload_modules()  # reads the graph settings
         graphable = load_module("megatron.core.transformer.module").GraphableMegatronModule
         for module in trainer.chunks[0].modules():
             if isinstance(module, graphable):
                 module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
 
     def run_first_step(self) -> object:
-        """Run a step eagerly, and look at what layers are called with."""
+        """Run a step eagerly, and record the arguments of all layers."""
 
-        def note(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
-            given = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-            self._calls[layer] = (args[0] if args else given.pop("hidden_states")).detach(), given
+        def record_call(layer: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            tensors = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+            self._calls[layer] = (args[0] if args else tensors.pop("hidden_states")).detach(), tensors
 
         with contextlib.ExitStack() as hooks:
             for layer in self._layers:
-                hooks.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
+                hooks.callback(layer.register_forward_pre_hook(record_call, with_kwargs=True).remove)
             return self.trainer.run_step()
 
     def capture(self) -> None:
@@ -151,7 +151,7 @@ class GraphedTraining:
 
 @contextlib.contextmanager
 def without_cuda(monkeypatch: Any) -> Iterator[None]:
-    """Let Megatron's layers be captured and replayed where there is neither Transformer Engine nor a GPU."""
+    """Let Megatron capture and replay its layers without Transformer Engine and a GPU."""
     with monkeypatch.context() as patch:
         layer = load_module("megatron.core.transformer.transformer_layer").TransformerLayer
         graphable = load_module("megatron.core.transformer.module").GraphableMegatronModule

@@ -12,14 +12,14 @@ from fgoffload import TransferConfig
 
 ROWS, WIDTH, LAYERS = 32, 64, 3
 ROW_BYTES = ROWS * WIDTH * 4
-"""Of one tensor of hidden states in fp32."""
+"""Bytes of one fp32 tensor of hidden states."""
 
 ALL = TransferConfig(min_offloaded_bytes=0, window_bytes=0, prefetch_bytes=1 << 20, host_budget_bytes=64 << 20)
-"""Everything leaves, at once."""
+"""Offloads everything immediately."""
 
 
 class Block(nn.Module):
-    """A layer with residuals: attn saves its input and its output; mlp its input and both sides of the activation."""
+    """A layer with residuals: attn saves its input and its output; mlp its input and the activation's input and output."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Some layers, and a sum whose gradients all differ."""
+    """A few layers, and a loss whose gradients are all different."""
 
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()

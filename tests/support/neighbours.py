@@ -1,8 +1,4 @@
-"""A few plans that cover every pair of choices for consecutive sites of a model's forward.
-
-This is a covering design: each plan makes one choice per site, and at least one plan contains each allowed pair of choices for
-two neighbouring sites.
-"""
+"""A covering design: a few plans that contain every allowed pair of choices for consecutive sites of a model's forward."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -10,15 +6,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fgoffload import Action
 from fgoffload.tags import RECOMPUTE_UNITS
 
-K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in the tables below
+K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in plan tables
 
 Choices = Mapping[str, tuple[Action, ...]]
-"""What each site of a segment of forward can have, in order."""
+"""The possible actions of consecutive sites, in forward order."""
 Plan = dict[tuple[int, str], Action]
-"""By layer and name."""
+"""The action of each layer and site or unit name."""
 
 WHOLE_LAYER: Choices = {"layer": (K, R, B)}
-"""It keeps its input, which may leave: a plan says that in a row of `layer_input`."""
+"""Full recompute keeps the layer's input, which a plan can offload with `layer_input`."""
 ATTENTION: Choices = {
     "attn_norm": (K, R, O, B),
     "qkv_linear": (K, R, O, B),
@@ -49,35 +45,36 @@ GROUPED_MOE_PARTS: Choices = {
 }
 
 Layer = Sequence[Choices]
-"""The ways through a layer: as a whole, with its MLP as a whole, and part by part."""
+"""The granularities of a layer: as a whole, with its MLP as a whole, and part by part."""
 
 
 def make_layer(attention: Choices, whole_mlp: Choices, mlp: Choices) -> Layer:
-    """Return a layer of these, which may run again as a whole too."""
+    """Return the granularities of a layer, including recompute of the whole layer."""
     return (WHOLE_LAYER, {**attention, **whole_mlp}, {**attention, **mlp})
 
 
-WHOLES = {
+LARGER_UNITS = {
     name: tuple(unit.name for unit in RECOMPUTE_UNITS if name in unit.covers and name != unit.name)
     for name in {
         *(unit.name for unit in RECOMPUTE_UNITS),
         *itertools.chain.from_iterable(unit.covers for unit in RECOMPUTE_UNITS),
     }
 }
-"""The units of which each site is a part."""
+"""The larger units that contain each site or unit."""
 
 
 def list_pairs(layers: Sequence[Layer]) -> list[Plan]:
-    """Return each pair of choices that a plan may make for two consecutive sites.
+    """Return each allowed pair of choices for two consecutive sites.
 
-    A pair has what a plan with it needs in rows of its own: beside `attn_proj` a `core_attn` that leaves, in some layer.
+    If `attn_proj` is offloaded, the pair also offloads `core_attn` in some layer, which it requires.
     """
-    ways = [
-        [[((number, name), choices) for name, choices in way.items()] for way in layer] for number, layer in enumerate(layers)
+    granularities = [
+        [[((number, name), choices) for name, choices in granularity.items()] for granularity in layer]
+        for number, layer in enumerate(layers)
     ]
     pairs: dict[frozenset[tuple[tuple[int, str], Action]], Plan] = {}
-    for through_model in itertools.product(*ways):
-        for (one, choices), (other, others) in itertools.pairwise(itertools.chain(*through_model)):
+    for path in itertools.product(*granularities):
+        for (one, choices), (other, others) in itertools.pairwise(itertools.chain(*path)):
             for first, second in itertools.product(choices, others):
                 pair = _add_required({one: first, other: second}, len(layers))
                 if is_possible(pair):
@@ -94,7 +91,7 @@ def _add_required(pair: Plan, layers: int) -> Plan:
 
 
 def is_possible(plan: Plan) -> bool:
-    """Return whether nothing is asked of what runs again as a part of something else."""
+    """Return whether all parts of recomputed units are kept."""
     for unit in RECOMPUTE_UNITS:
         for layer in {layer for layer, name in plan if name == unit.name and plan[layer, name].recomputes}:
             covered = (plan.get((layer, name), K) for name in unit.covers if name != unit.name)
@@ -106,38 +103,40 @@ def is_possible(plan: Plan) -> bool:
 
 
 def design(layers: Sequence[Layer]) -> list[Plan]:
-    """Return plans of one choice for each site that have all pairs: each takes as many as go together of those missing."""
-    sites = [(number, name) for number, layer in enumerate(layers) for way in layer for name in way]
-    # First those that allow the least beside them.
+    """Return plans that contain all pairs. Each plan greedily combines as many missing pairs as possible."""
+    sites = [(number, name) for number, layer in enumerate(layers) for granularity in layer for name in granularity]
+    # Recompute first, since it excludes the most other choices.
     missing = sorted(list_pairs(layers), key=lambda pair: -sum(action.recomputes for action in pair.values()))
     plans: list[Plan] = []
     while missing:
         plan: Plan = {}
-        taken: list[Plan] = []
+        included: list[Plan] = []
         for pair in missing:
             both = plan | pair
-            if plan.items() <= both.items() and is_possible(both) and all(has(both, one) for one in (*taken, pair)):
+            if plan.items() <= both.items() and is_possible(both) and all(has(both, one) for one in (*included, pair)):
                 plan = both
-                taken.append(pair)
+                included.append(pair)
         plans.append(dict.fromkeys(sites, K) | plan)
         missing = find_missing(missing, plans[-1:])
     return plans
 
 
 def find_missing(pairs: Iterable[Plan], plans: Sequence[Plan]) -> list[Plan]:
-    """Return the members of `pairs` that no plan in `plans` has."""
+    """Return the `pairs` that are in no plan."""
     return [pair for pair in pairs if not any(has(plan, pair) for plan in plans)]
 
 
 def has(plan: Plan, pair: Plan) -> bool:
-    """Return whether `plan` has a pair, and neither site of it runs again as a part of something else."""
+    """Return whether `plan` contains a pair, and no larger unit recomputes a site of it."""
     return pair.items() <= plan.items() and not any(
-        plan.get((layer, whole), K).recomputes and (layer, whole) not in pair for layer, name in pair for whole in WHOLES[name]
+        plan.get((layer, whole), K).recomputes and (layer, whole) not in pair
+        for layer, name in pair
+        for whole in LARGER_UNITS[name]
     )
 
 
 def list_rows(plan: Plan) -> Iterator[tuple[tuple[int, str], Action]]:
-    """Return what a plan file says."""
+    """Yield the rows of a plan file."""
     for (layer, name), action in plan.items():
         if name == "layer" and action is B:
             yield from (((layer, "layer"), R), ((layer, "layer_input"), O))

@@ -4,11 +4,11 @@ import torch
 
 
 class TwoOfOneAllocation(torch.autograd.Function):
-    """Saves its input, copied to a large piece of an allocation, and what it multiplies with, in a small one."""
+    """Saves its input in a large piece of an allocation, and a factor in a small piece."""
 
     @staticmethod
     def forward(ctx, h, make_pieces):
-        """Return three times `h`; `make_pieces` is given its elements and returns the two pieces, flat."""
+        """Return three times `h`. `make_pieces` maps the number of elements to two flat pieces."""
         data, scale = make_pieces(h.numel())
         data.copy_(h)
         scale.fill_(3)

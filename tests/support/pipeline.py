@@ -1,8 +1,8 @@
 """Runs the command line's trainer in several processes, and returns the results of each process.
 
-As a module, this offers `run_trainings`, `run_pipeline` for a single run, and `train` for a run in this process. As a script,
-it is one of the processes. They meet through a file, so they need no port. The parent ends all processes on a failure or
-timeout. Starting processes takes most of the time, so one start serves many runs.
+Tests import `run_trainings`, `run_pipeline` for a single run, or `train` for a run in this process. Each process runs this file
+as a script, and they connect through a file, not a port. The parent ends all processes on a failure or timeout. One start of
+the processes serves many runs, since it takes most of the time.
 """
 
 import contextlib
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 90
-"""Of a whole run of one training."""
+"""The timeout of one training run."""
 
 IMPORTS = ("fgoffload.trainer.trainer", "megatron.core.models.gpt")
-"""What takes the most time of a short training: all of Megatron, nearly."""
+"""The slow imports of a short training run: nearly all of Megatron."""
 
 SIZES = (
     "tensor_parallel",
@@ -30,25 +30,25 @@ SIZES = (
     "expert_parallel",
     "expert_tensor_parallel",
 )
-"""Trainings that differ in none of these have the same process groups."""
+"""Training runs with the same sizes share process groups."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """One training."""
+    """One training run."""
 
     argv: tuple[str, ...]
     """Megatron flags."""
     steps: int = 2
     """Optimizer steps."""
     offload: bool = False
-    """Train with the offload flags of `argv`; without, they are left aside."""
+    """Train with the offload flags of `argv`, which are ignored otherwise."""
     evaluates_before: tuple[int, ...] = ()
     """Evaluate before these steps, from 0."""
     has_reference_attention: bool = False
-    """Give the local layers the attention of `support.attention`."""
+    """Let local layers use the attention of `support.attention`."""
     sets_weights: bool = False
-    """Set each weight from its place in the whole model alone, so that every layout begins with the same ones."""
+    """Set each weight from its name in the whole model, so that all layouts start with the same weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,15 +56,15 @@ class StageResult:
     """Results of one process."""
 
     losses: list[list[float]]
-    """By step and microbatch; empty lists on all stages but the last."""
+    """By step and microbatch. Only the last stage has losses."""
     gradient_digests: list[dict[str, str]]
-    """By step. Where weights were set: parameter names with the layer's number in the whole model, to compare layouts."""
+    """By step and parameter. With `sets_weights`, names have the layer's number in the whole model, to compare layouts."""
     transfers: dict[str, int]
-    """Bytes to the host by tag, of the last step; empty without offload."""
+    """Bytes offloaded in the last step, by tag. Empty without offload."""
     evaluations: list[list[float]]
     """Losses of each evaluation."""
     prefetch_misses: list[int]
-    """By step: storages that backward waited for; empty without offload."""
+    """Storages that backward waited for, by step. Empty without offload."""
 
 
 def run_pipeline(
@@ -72,14 +72,14 @@ def run_pipeline(
 ) -> list[StageResult]:
     """Train in `processes` processes and return their results by rank.
 
-    Weights depend on the parameter's place in the whole model alone, so every layout begins with the same ones.
+    All layouts start with the same weights.
 
     Args:
         argv: Megatron flags.
-        processes: As many as one copy of the model needs.
+        processes: The number of processes for one copy of the model.
         steps: Optimizer steps.
-        offload: Train with the offload flags of `argv`; without, they are left aside.
-        timeout_seconds: Of the whole run.
+        offload: Train with the offload flags of `argv`, which are ignored otherwise.
+        timeout_seconds: The timeout of the whole run.
     """
     training = Training(tuple(argv), steps=steps, offload=offload, sets_weights=True)
     return run_trainings([training], processes=processes, timeout_seconds=timeout_seconds)[0]
@@ -91,12 +91,12 @@ def run_trainings(
     """Train one after another in `processes` processes, and return the results by training and rank.
 
     Args:
-        trainings: Runs to start.
-        processes: As many as one copy of the model of each needs.
-        timeout_seconds: Of all together.
-        imports: As for `run_processes`.
+        trainings: The training runs.
+        processes: The number of processes for one copy of the model.
+        timeout_seconds: The timeout of all runs together.
+        imports: See `run_processes`.
     """
-    from support.processes import run_processes  # here: as a script this file has no package
+    from support.processes import run_processes  # not at the top, since a script has no package
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -107,7 +107,7 @@ def run_trainings(
 
 
 def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
-    """Run `training` in this process, one of `processes` that have a process group."""
+    """Run `training` in this process, which is one of `processes` with a process group."""
     from fgoffload.trainer.arguments import parse_arguments
     from fgoffload.trainer.trainer import Trainer
     from support.attention import reference_attention
@@ -118,7 +118,7 @@ def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
             stack.enter_context(reference_attention())
         trainer = Trainer(arguments, text, offload=arguments.offload if training.offload else None)
         stack.enter_context(contextlib.closing(trainer))
-        names = set_weights_by_place(trainer) if training.sets_weights else {}
+        names = set_weights_by_name(trainer) if training.sets_weights else {}
         results, evaluations, misses = [], [], []
         for step in range(training.steps):
             if step in training.evaluates_before:
@@ -137,8 +137,8 @@ def train(training: Training, *, text: Any, processes: int = 1) -> StageResult:
         )
 
 
-def set_weights_by_place(trainer: Any) -> dict[str, str]:
-    """Set each weight from its name in the whole model, and return that name by the trainer's name."""
+def set_weights_by_name(trainer: Any) -> dict[str, str]:
+    """Set each weight from its name in the whole model, and return these names by the trainer's names."""
     import torch
 
     names = {}
@@ -151,7 +151,7 @@ def set_weights_by_place(trainer: Any) -> dict[str, str]:
                     name,
                 )
                 if whole == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
-                    # A tied embedding exists twice: on the first stage and on the last.
+                    # The first and the last stage have a copy of a tied embedding.
                     whole = "embedding.word_embeddings.weight"
                 names[f"{index}.{name}"] = whole
                 if parameter.dim() > 1:
@@ -172,16 +172,16 @@ def _main(rank: int, processes: int, folder: Path) -> None:
     store = torch.distributed.FileStore(str(folder / "store"), processes)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=processes)
     text = TextData.load()
-    results, former = [], None
+    results, previous_sizes = [], None
     for request in json.loads((folder / "request.json").read_text()):
         training = Training(**request)
         arguments = parse_arguments(training.argv, source="test", world_size=processes)
         sizes = [getattr(arguments, f"{name}_size") for name in SIZES]
-        if sizes != former:
+        if sizes != previous_sizes:
             load_module("megatron.core.parallel_state").destroy_model_parallel()
             initialize_parallel(arguments)
-            gc.freeze()  # a closed trainer collects garbage, which need not look through what was imported
-            former = sizes
+            gc.freeze()  # trainers collect garbage when they close, and need not scan imported modules
+            previous_sizes = sizes
         with reference_attention() if training.has_reference_attention else contextlib.nullcontext():
             results.append(dataclasses.asdict(train(training, text=text, processes=processes)))
     (folder / f"result-{rank}.json").write_text(json.dumps(results))

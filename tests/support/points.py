@@ -1,4 +1,4 @@
-"""Scenarios of real training as functions of a device type, which run on the CPU and on CUDA."""
+"""Small forwards with features of real training, which run on the CPU and on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Forward = Callable[[Sites, torch.Tensor, torch.nn.Parameter], torch.Tensor]
 
 
 class SavesInEightBits(torch.autograd.Function):
-    """Keeps its input as fp8, with a scale."""
+    """Saves its input in fp8, with a scale."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -24,12 +24,12 @@ class SavesInEightBits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        octets, scale = ctx.saved_tensors
-        return (gradient * 2 * (octets.float() * scale)).to(gradient.dtype)
+        data, scale = ctx.saved_tensors
+        return (gradient * 2 * (data.float() * scale)).to(gradient.dtype)
 
 
 class RaisesInBackward(torch.autograd.Function):
-    """Passes its input on."""
+    """Copies its input, and raises in backward."""
 
     @staticmethod
     def forward(ctx, tensor):
@@ -89,7 +89,7 @@ class Case:
         self.w = torch.nn.Parameter((torch.randn(size, size, generator=generator) * size**-0.5).to(device_type))
 
     def run(self, forward: Forward, engine: OffloadEngine | None, *, microbatch: int = 0, backwards: int = 1) -> list:
-        """Return the output and the gradients, after `backwards` backwards of one graph."""
+        """Return the output and the gradients after `backwards` backward passes of one graph."""
         self.clear()
         output = forward(Sites(engine, microbatch=microbatch), self.x, self.w)
         for index in range(backwards):
@@ -101,7 +101,7 @@ class Case:
 
 
 def fail_in_backward(case: Case, engine: OffloadEngine) -> None:
-    """Run a forward, and a backward that raises the user's own error behind two groups."""
+    """Run a forward, and a backward that raises a user's error after two groups."""
     sites = Sites(engine)
     h = sites(lambda h: h.sin() * h, case.x * 2)
     h = RaisesInBackward.apply(h)

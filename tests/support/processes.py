@@ -1,7 +1,7 @@
-"""Starts a script in one process per rank and waits for all. Ends all of them on a failure or timeout.
+"""Runs a script in one process per rank and waits for all. Ends all of them on a failure or timeout.
 
-As a module: `run_processes`. As a script: the process whose copies the ranks are. It imports what all of them need once, since
-to import Megatron takes longer than most trainings of tests do.
+Tests import `run_processes`, which runs this file as a script: the process that forks for each rank. It imports the shared
+modules once, since an import of Megatron takes longer than most training runs of tests.
 """
 
 import contextlib
@@ -17,21 +17,21 @@ from pathlib import Path
 
 
 def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds: float, imports: Sequence[str] = ()) -> None:
-    """Run `script RANK PROCESSES FOLDER` for each rank, and raise what a rank that failed said last.
+    """Run `script RANK PROCESSES FOLDER` for each rank, and raise with the last lines of all logs if a rank fails.
 
     Args:
         script: A Python file.
-        folder: Where the processes meet, and their logs go.
-        processes: As many as there are ranks.
-        timeout_seconds: Of the whole run.
-        imports: Modules that are imported once for all ranks. Without any, each rank is an interpreter of its own, as a GPU
-            needs it; then sets of words have another order on each rank, too.
+        folder: The folder of the logs and the shared file store.
+        processes: The number of ranks.
+        timeout_seconds: The timeout of the whole run.
+        imports: Modules to import once for all ranks. Without any, each rank is a separate interpreter, which GPUs require.
+            Then string hashes, and so the order of sets, differ between ranks, too.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     else:
-        imports = ()  # macOS has libraries of which a copy may not be used
+        imports = ()  # some macOS libraries do not work after a fork
     with (folder / "log").open("w+") as log:
         first = subprocess.Popen(
             [sys.executable, __file__, script, str(processes), str(folder), *imports],
@@ -39,7 +39,7 @@ def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds:
             stdout=log,
             stderr=subprocess.STDOUT,
             cwd=Path(__file__).parents[2],
-            start_new_session=True,  # so that all of them can be ended
+            start_new_session=True,  # one process group, to end all of them
         )
         code = None
         try:
@@ -50,22 +50,22 @@ def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds:
                 os.killpg(first.pid, signal.SIGKILL)
             first.wait()
     if code != 0:
-        said = ["not done in time" if code is None else f"ended with {code}"]
+        lines = ["not done in time" if code is None else f"ended with {code}"]
         for path in sorted(folder.glob("log*")):
-            said += [f"{path.name}:", *path.read_text().splitlines()[-40:]]
-        raise AssertionError("\n".join(said))
+            lines += [f"{path.name}:", *path.read_text().splitlines()[-40:]]
+        raise AssertionError("\n".join(lines))
 
 
-def _be_ranks(script: str, processes: int, folder: Path, *, imports: Sequence[str]) -> None:
-    """Run the script as each rank, until all have ended well or one has failed."""
+def _run_ranks(script: str, processes: int, folder: Path, *, imports: Sequence[str]) -> None:
+    """Run the script as each rank, until all have succeeded or one has failed."""
     for name in imports:
         importlib.import_module(name)
-    gc.freeze()  # a collection of a copy would write to all pages, which copies share until one of them does
+    gc.freeze()  # so that collections in forks do not copy all shared pages
     ranks = {}
     for rank in range(processes):
         child = os.fork()
         if child == 0:
-            _be_rank(script, rank, processes, folder, is_fresh=not imports)
+            _run_rank(script, rank, processes, folder, is_fresh=not imports)
             return
         ranks[child] = rank
     while ranks:
@@ -75,7 +75,7 @@ def _be_ranks(script: str, processes: int, folder: Path, *, imports: Sequence[st
             sys.exit(f"rank {rank} ended with {code}")
 
 
-def _be_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: bool) -> None:
+def _run_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: bool) -> None:
     log = os.open(folder / f"log-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -87,6 +87,6 @@ def _be_rank(script: str, rank: int, processes: int, folder: Path, *, is_fresh: 
 
 
 if __name__ == "__main__":
-    _be_ranks(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), imports=sys.argv[4:])
+    _run_ranks(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), imports=sys.argv[4:])
     sys.stdout.flush()
-    os._exit(0)  # to take all of Megatron apart takes as long as a training
+    os._exit(0)  # a normal exit of Megatron takes as long as a training run

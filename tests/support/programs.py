@@ -1,4 +1,4 @@
-"""Random small programs with regions, run with and without an engine to compare gradients bitwise."""
+"""Small random programs with regions, which run with and without an engine for bitwise comparison."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ OPERATIONS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "chosen by a mask": lambda h, w: torch.where(h > 0, h * 2, h.square()),
     "saved output": lambda h, w: h.exp().tanh(),
 }
-"""Of `h` and `w`, both `[n, n]`, `h` within plus and minus 1. None sums with atomics, and none indexes with what it saved."""
+"""Ops on `h` and `w`, both `[n, n]`, with `h` from -1 to 1. None sums with atomics or indexes with a saved tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One op of a program, in a region or outside of any."""
+    """One op of a program, inside or outside a region."""
 
     operation: str
     tag: str | None
-    """None is outside of every region."""
+    """None if outside all regions."""
     is_held: bool
     flushes: bool
     has_residual: bool
@@ -56,7 +56,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A forward of a few parts for each microbatch, and backward in any order of the microbatches."""
+    """A forward of a few parts for each microbatch, and backwards in any order."""
 
     seed: int
     size: int
@@ -73,7 +73,7 @@ class Program:
 
 
 def draw_program(seed: int, *, sizes: tuple[int, ...] = (256,), has_side: bool = True) -> Program:
-    """Return the program number `seed`: the same one each time."""
+    """Return the program of a seed, which is reproducible."""
     rng = random.Random(seed)
     size, dtype = rng.choice(sizes), rng.choice(DTYPES)
     nbytes = size * size * dtype.itemsize
@@ -102,8 +102,8 @@ def draw_program(seed: int, *, sizes: tuple[int, ...] = (256,), has_side: bool =
     )
 
 
-def nothing() -> None:
-    """Do not pause."""
+def no_op() -> None:
+    """Return immediately."""
 
 
 class Runner:
@@ -111,23 +111,23 @@ class Runner:
 
     Args:
         device: `cpu` or `cuda`.
-        poison_count: Freed tensors to poison after each part; 0 poisons none.
+        poison_count: The number of freed tensors to poison after each part.
     """
 
     def __init__(self, device: str, *, poison_count: int = 4) -> None:
         self._device = device
         self._poison_count = poison_count
-        self._pause: Callable[[], None] = nothing
+        self._pause: Callable[[], None] = no_op
         self._main = torch.cuda.current_stream() if device == "cuda" else None
         self._side = torch.cuda.Stream() if device == "cuda" else None
 
-    def run(self, program: Program, engine: OffloadEngine | None, *, pause: Callable[[], None] = nothing) -> list[torch.Tensor]:
+    def run(self, program: Program, engine: OffloadEngine | None, *, pause: Callable[[], None] = no_op) -> list[torch.Tensor]:
         """Return the outputs of all microbatches and the gradients of all leaves.
 
         Args:
-            program: What to run.
-            engine: None runs without one.
-            pause: Called before each part and each backward, to make compute late.
+            program: The program.
+            engine: None runs without an engine.
+            pause: Called before each part and each backward, to delay compute.
         """
         self._pause = pause
         self._poison(program, count=16 * self._poison_count)
@@ -177,13 +177,13 @@ class Runner:
         return (new + h) * 0.5 if part.has_residual else new
 
     def _hop(self, h: torch.Tensor, old, new) -> tuple[torch.Tensor, object]:
-        """Return `h` as a tensor of the stream `new`, so that whoever saves it there saves what was allocated there."""
+        """Return a copy of `h` that is allocated on the stream `new`."""
         if old == new:
             return h, new
         new.wait_stream(old)
         with self._on(new):
             moved = h.clone()
-        old.wait_stream(new)  # the memory of h goes back to `old`, which must not be ahead of the clone then
+        old.wait_stream(new)  # `old` may reuse the memory of h, but only after the clone
         return moved, new
 
     @contextlib.contextmanager
@@ -196,14 +196,14 @@ class Runner:
         poison_free_memory(self._device, (2 * numel, 4 * numel), count=self._poison_count if count is None else count)
 
 
-def have_same_bits(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
+def are_bitwise_identical(expected: list[torch.Tensor], found: list[torch.Tensor]) -> bool:
     """Return whether all tensors are bitwise identical."""
     pairs = zip(expected, found, strict=True)
     return all(torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)) for one, other in pairs)
 
 
-def check_is_telling(results: list[torch.Tensor]) -> None:
-    """Refuse results that could not show a fault: NaN looks like poison, and zeros like nothing."""
+def check_can_reveal_faults(results: list[torch.Tensor]) -> None:
+    """Check that results can reveal a fault: NaN would look like poison, and zeros would hide errors."""
     for result in results:
         assert result.isfinite().all()
         assert result.any()

@@ -1,4 +1,4 @@
-"""Shapes of public models for the tests of the planner."""
+"""Shapes of public models for tests of the planner."""
 
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import LatentAttention, ModelShape

@@ -1,4 +1,4 @@
-"""Random small models and runs for `hypothesis`, with unusual uses of autograd."""
+"""Small random models and training runs for Hypothesis, with unusual uses of autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NBYTES = SIZE * SIZE * 4
 
 
 class ReturnsSaved(torch.autograd.Function):
-    """Both gradients are saved tensors themselves, whatever the incoming one is."""
+    """Returns its saved tensors as gradients, whatever the incoming gradient."""
 
     @staticmethod
     def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
@@ -31,7 +31,7 @@ class ReturnsSaved(torch.autograd.Function):
 
 
 class WritesSaved(torch.autograd.Function):
-    """Saves its gradient, and multiplies it in place in backward, as fused losses do."""
+    """Saves its gradient and multiplies it in place in backward, like fused losses."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ class WritesSaved(torch.autograd.Function):
 
 
 class WritesInput(torch.autograd.Function):
-    """Writes its gradient over its input, uncounted, and saves that."""
+    """Overwrites its input with its gradient, without a version bump, and saves that."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
@@ -126,12 +126,12 @@ OPS: dict[str, Callable[..., torch.Tensor]] = {
 class Step:
     op: str
     source: int
-    """Which of the tensors so far it goes on from, counted from the last."""
+    """The index of the input among the results so far, counted from the last."""
     other: int
 
 
 class Part(nn.Module):
-    """A module of a model: some steps, each on what those before it made."""
+    """A module of steps, each of which uses results of earlier steps."""
 
     def __init__(self, steps: list[Step]) -> None:
         super().__init__()
@@ -144,11 +144,11 @@ class Part(nn.Module):
         self.register_buffer("variance", torch.ones(SIZE))
 
     def log(self, found: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
-        found.detach().clamp_(max=1)  # kept for a log, not in the loss
+        found.detach().clamp_(max=1)  # as for a log, not in the loss
         return h
 
     def write_input(self, h: torch.Tensor) -> torch.Tensor:
-        h.cosh().sin()  # for a log: saves what is written over then
+        h.cosh().sin()  # saves `h`, which is overwritten next
         return WritesInput.apply(h)
 
     @torch.no_grad()
@@ -156,28 +156,28 @@ class Part(nn.Module):
         return functional.linear(h, self.weight).sin()
 
     def forward(self, h: torch.Tensor) -> torch.Tensor:
-        made = [h]
+        results = [h]
         for step in self.steps:
-            source, other = (made[-1 - index % len(made)] for index in (step.source, step.other))
-            made.append(OPS[step.op](self, source, other))
-        return _bounded(made[-1])
+            source, other = (results[-1 - index % len(results)] for index in (step.source, step.other))
+            results.append(OPS[step.op](self, source, other))
+        return _bounded(results[-1])
 
 
 @dataclasses.dataclass(frozen=True)
 class Training:
     parts: list[list[Step]]
-    """Of the model, one behind the other; every second one lies in another."""
+    """The steps of each part, in order. Every second part is inside another module."""
     patterns: list[str]
-    """None means a block around the forward."""
+    """Module patterns. Without any, a block around the forward saves on the host."""
     window_bytes: int
     prefetch_bytes: int
     host_budget_bytes: int
     group_bytes: int
     keeps_every: int
-    """A filter keeps every tensor of so many; 0 is no filter."""
+    """A filter keeps every n-th tensor. 0 is no filter."""
     microbatches: int
     is_backward_late: bool
-    """Behind the forwards of all microbatches, first to last."""
+    """Run all backwards after all forwards, in order."""
     retains_graph: bool
 
 

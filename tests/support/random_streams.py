@@ -1,4 +1,4 @@
-"""Random small runs on several streams, for `hypothesis`."""
+"""Small random runs on several streams, for Hypothesis."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ STREAMS = ("compute", "side", "third")
 
 
 class Kind(enum.Enum):
-    SITE = enum.auto()  # an op in a region, on the stream that made its input
+    SITE = enum.auto()  # an op in a region, on the stream of its input
     WATCHED = enum.auto()  # an op that is watched
-    PLAIN = enum.auto()  # an op outside of everything
+    PLAIN = enum.auto()  # an op outside all regions
     TWO_STREAMS = enum.auto()  # two regions on two streams that save one storage
-    MOVE = enum.auto()  # an op on another stream, that saves nothing
+    MOVE = enum.auto()  # an op on another stream that saves nothing
     JOIN = enum.auto()  # one stream waits for another
     FLUSH = enum.auto()
 
@@ -46,9 +46,9 @@ class Step:
 
 class Ending(enum.Enum):
     BACKWARD = enum.auto()
-    TWICE = enum.auto()  # on a kept graph
+    TWICE = enum.auto()  # two backward passes of a retained graph
     DROP = enum.auto()
-    DROP_REACHED = enum.auto()  # when backward has come to the last region, and some groups are on their way back
+    DROP_REACHED = enum.auto()  # when backward has reached the last region, with reloads in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Microbatch:
     steps: list[Step]
     ending: Ending
     ends_late: bool
-    """Behind the forwards of all others."""
+    """Run the backward after the forwards of all microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Setup:
     prefetch: int
     budget: int
     sees_done: int | None
-    """Seeds which copies the host finds done; None where it finds none."""
+    """The seed of the copies that the host sees as done. None sees none."""
     microbatches: list[Microbatch]
 
 
@@ -105,15 +105,15 @@ def make_sees_done(setup: Setup) -> Callable[[], bool]:
 def run_setup(program: Program, setup: Setup) -> None:
     engine = program.make_engine(window=setup.window, prefetch=setup.prefetch, budget=setup.budget)
     weight = program.leaf()
-    late: list[tuple[torch.Tensor, Sites, Ending]] = []
+    pending: list[tuple[torch.Tensor, Sites, Ending]] = []
     for number, microbatch in enumerate(setup.microbatches):
         sites = Sites(engine, microbatch=number)
         forward = _Forward(program, sites)
-        late.append((forward.run(weight, microbatch.steps), sites, microbatch.ending))
+        pending.append((forward.run(weight, microbatch.steps), sites, microbatch.ending))
         if not microbatch.ends_late:
-            _end(program, *late.pop())
-    while late:
-        _end(program, *late.pop())
+            _end(program, *pending.pop())
+    while pending:
+        _end(program, *pending.pop())
     if weight.grad is not None:
         program.results.append(weight.grad)
 
@@ -123,7 +123,7 @@ def _end(program: Program, output: torch.Tensor, sites: Sites, ending: Ending) -
         program.backward(output, retain_graph=True)
     if ending in (Ending.TWICE, Ending.BACKWARD):
         program.backward(output)
-    program.device.record_all_streams()  # who drops a graph looks after its memory too
+    program.device.record_all_streams()  # a user who drops a graph must keep its memory until all streams are done
     if ending is Ending.DROP_REACHED and sites.engine and sites.lane.groups:
         sites.engine.approach_backward(sites.lane, sites.lane.groups[-1])
 
@@ -138,7 +138,7 @@ class _Forward:
     def run(self, weight: torch.Tensor, forward_steps: list[Step]) -> torch.Tensor:
         self._live = [(self._program.run(lambda w: w * 2, weight), "compute")]
         for step in forward_steps:
-            self._do(step)
+            self._run_step(step)
         self._flush()
         (total, home), *others = self._live
         self._live = []
@@ -148,7 +148,7 @@ class _Forward:
             total = self._program.run(lambda a, b: a + b, total, other)
         return total
 
-    def _do(self, step: Step) -> None:
+    def _run_step(self, step: Step) -> None:
         index = step.source % len(self._live)
         tensor, home = self._live[index]
         function = self._program.wrap(FUNCTIONS[step.function])

@@ -1,4 +1,4 @@
-"""Small ranks for tests of the simulator, with seconds and bytes that can be added up by hand."""
+"""Small ranks for hand calculations, for tests of the simulator."""
 
 from fgoffload import Action, OffloadPlan, Site
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment
@@ -13,12 +13,12 @@ def make_layer(saved, *, forward_s=20.0, backward_s=40.0, units=(), host_waits=N
     """Return a layer with a segment for each tag of `saved`.
 
     Args:
-        saved: By tag, what its segment saves in bytes.
-        forward_s: Of each segment.
-        backward_s: Of each segment.
-        units: What may run again.
-        host_waits: By tag, the host's wait before its segment.
-        fields: More of each segment.
+        saved: The saved bytes of each segment, by tag.
+        forward_s: The forward time of each segment.
+        backward_s: The backward time of each segment.
+        units: The recompute units.
+        host_waits: The host wait before a segment, by tag.
+        fields: Other fields of all segments.
     """
     waits = host_waits or {}
     segments = tuple(
@@ -35,12 +35,12 @@ def make_chunk(*layers, first_number=0, **fields):
 
 
 def make_link(*, d2h=10.0, h2d=10.0, duplex=10.0, **fields):
-    """Return a link with these bytes a second."""
+    """Return a link with rates in bytes a second."""
     return LinkModel(d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, duplex_bytes_per_s=duplex, **fields)
 
 
 def make_rank(*chunks, rank=0, pipeline=None, passes=None, link=None, window_bytes=10**6, prefetch_bytes=10**6, **fields):
-    """Return a rank of `pipeline`, which is one microbatch on one stage unless given."""
+    """Return a rank of `pipeline`, by default one microbatch on one stage."""
     if passes is None:
         passes = list_passes(pipeline or Pipeline(microbatches=1), rank=rank)
     return RankModel(
@@ -66,7 +66,7 @@ def offload(tag, layers, *, chunk=0):
 
 
 def read_passes(text):
-    """Return the passes of a text like `F0 F1 B0 B1.1`."""
+    """Parse passes, such as `F0 F1 B0 B1.1` (microbatch.chunk)."""
     kinds = {"F": PassKind.FORWARD, "B": PassKind.BACKWARD}
     passes = []
     for word in text.split():

@@ -1,7 +1,7 @@
 """Trains a small plain PyTorch model in several processes with and without offload, and returns the results of each.
 
-As a module: `run_ranks`. As a script: one of those processes. They meet through a file, so no port is taken, and the parent
-ends all of them when one fails or time is up. Starting takes most of the time, so one start runs many scenarios.
+Tests import `run_ranks`, which runs this file as a script in each process. The processes connect through a file, not a port,
+and the parent ends all of them on a failure or timeout. One start runs many scenarios, since it takes most of the time.
 """
 
 import contextlib
@@ -16,26 +16,26 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT_SECONDS = 90
-"""Of a whole run."""
+"""The timeout of a whole run."""
 IMPORTS = ("torch.distributed.fsdp", "torch._dynamo", "fgoffload.integrations.pytorch")
 STEPS, MICROBATCHES = 2, 2
 BUDGET = "1020KiB"
-"""Of the device, for what the small model takes in a microbatch."""
+"""The memory budget of the small model for a microbatch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """One training."""
+    """One training run."""
 
     wrapper: str
     """`ddp`, `fsdp`, or `fsdp2`."""
     offload: str
-    """`none`, `modules`, `before` (the same before the model is wrapped), `block`, `budget`; with FSDP also `switch`, its call
-    without names, `checkpoints`, the same with its checkpoints, and `later`, its call after a step."""
+    """`none`, `modules`, `before` (`modules` before the model is wrapped), `block` or `budget`. With FSDP also `switch`
+    (`enable_activation_offloading`), `checkpoints` (the same with activation checkpoints) and `later` (after a step)."""
     reshard: bool = True
-    """FSDP2: give parameters back after forward, and gather them again for backward."""
+    """FSDP2: free gathered parameters after forward, and gather them again for backward."""
     dtype: str = "float32"
-    """FSDP2: of parameters in compute."""
+    """FSDP2: the dtype of parameters in compute."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,20 +44,20 @@ class RankResult:
 
     losses: list[float]
     gradients: list[str]
-    """Digests of this rank's parts of all gradients, by step and parameter."""
+    """Digests of this rank's shards of all gradients, by step and parameter."""
     moved: dict[str, int]
-    """Bytes to the host in the last step, by tag."""
+    """Bytes offloaded in the last step, by tag."""
     asked: list[list[int]]
-    """The shapes of all tensors that could have left, each once."""
+    """The distinct shapes of all tensors that the filter saw."""
     gathers: int
-    """All-gathers of all steps."""
+    """The number of all-gathers in all steps."""
     plan: list[str] = dataclasses.field(default_factory=list)
-    """What a memory budget does about each layer."""
+    """The treatment of each layer under a memory budget."""
 
 
 def run_ranks(scenarios: Sequence[Scenario], *, processes: int = 2) -> dict[Scenario, list[RankResult]]:
     """Run `scenarios` one after another in `processes` processes, and return their results by rank."""
-    from support.processes import run_processes  # here: as a script this file has no package
+    from support.processes import run_processes  # not at the top, since a script has no package
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -91,7 +91,7 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
                     loss = model(make_inputs(seed=100 * rank + 10 * step + microbatch))
                 loss.backward()
                 losses.append(loss.item())
-        for parameter in (one for one in net.parameters() if one.grad is not None):  # FSDP1: another rank may have all of it
+        for parameter in (one for one in net.parameters() if one.grad is not None):  # FSDP1: this rank may have no shard
             gradients.append(_digest(_get_local(parameter.grad)))
         optimizer.step()
         optimizer.zero_grad()
@@ -105,9 +105,9 @@ def _train(scenario: Scenario, rank: int) -> RankResult:
 
 
 def _repeat_step(scenario: Scenario, rank: int) -> RankResult:
-    """Train two steps, go back to where the second began, and train it again with offload.
+    """Train two steps, restore the state before the second, and repeat it with offload.
 
-    The result has the loss and the loss after the step of both runs, and digests of all parameters after each.
+    The result has the losses during and after the step of both runs, and digests of all parameters after each.
     """
     import copy
 
@@ -182,7 +182,7 @@ _gathers: list[str] = []
 def _count_gathers() -> None:
     import torch.distributed as dist
 
-    names = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # the first is torch 2.13's
+    names = ("all_gather_single", "all_gather_into_tensor", "all_gather")  # the first is new in torch 2.13
     for name in filter(functools.partial(hasattr, dist), names):
         gather = getattr(dist, name)
 
@@ -213,7 +213,7 @@ def _wrap(net: Any, scenario: Scenario) -> Any:
 
 
 def _accumulate(model: Any, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-    """Let gradients be reduced in the last microbatch only."""
+    """Reduce gradients only in the last microbatch."""
     if hasattr(model, "no_sync"):
         return contextlib.nullcontext() if is_last else model.no_sync()
     model.set_requires_gradient_sync(is_last)

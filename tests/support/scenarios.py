@@ -1,4 +1,4 @@
-"""A short scenario per hazard in which only the wait against it keeps results correct, on a device with real streams."""
+"""A short scenario for each hazard, in which only the engine's wait keeps results correct, on a device with real streams."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from support.sites import Sites
 N = 1024
 NBYTES = N * N * 4
 LATE_MS = 25.0, 100.0, 400.0
-"""Of a sleep, and of those that are tried after it. What could overtake it, the host's calls in between included, takes a few
-milliseconds; where other processes use the GPU too, it may have to wait for its turn longer than that."""
+"""Lengths of sleeps, which tests try in order. The work that could overtake a sleep, with its host calls, takes a few
+milliseconds, but longer if other processes use the GPU."""
 POISONED_COUNT = 32
-"""Tensors of `NBYTES`, more than a scenario uses."""
+"""The number of poisoned tensors of `NBYTES`, more than a scenario uses."""
 
 _POLICIES = {
-    # Later than its neighbours: the source is released only when a second copy is queued.
+    # A larger window, so that the source is freed only when a second copy is queued.
     Hazard.SOURCE_STILL_USED: TransferPolicy(window_bytes=NBYTES + NBYTES // 2, prefetch_bytes=0),
     Hazard.GATHER_UNWRITTEN: TransferPolicy(window_bytes=1 << 30, prefetch_bytes=0),
     Hazard.BLOCK_UNWRITTEN: TransferPolicy(window_bytes=1 << 30, prefetch_bytes=0),
@@ -33,13 +33,13 @@ _POLICIES = {
 def make_engine(device: Hostile, hazard: Hazard) -> OffloadEngine:
     """Return the engine for the scenario of `hazard`."""
     policy = _POLICIES.get(hazard, TransferPolicy(window_bytes=0, prefetch_bytes=0))
-    # One block of host memory, so that the second storage gets that of the first.
+    # One block of host memory, so that the second storage reuses it.
     budget_bytes = NBYTES if hazard is Hazard.BLOCK_STILL_READ else 64 << 20
     return OffloadEngine(device=device, policy=policy, host_budget_bytes=budget_bytes)
 
 
 class Bench:
-    """A device, an engine or none, and two compute streams whose free memory is full of NaN; `late_ms` are those of sleeps."""
+    """A device, an optional engine, and two compute streams whose free memory is full of NaN. Sleeps take `late_ms`."""
 
     def __init__(self, device: Hostile, engine: OffloadEngine | None, *, late_ms: float = LATE_MS[0]) -> None:
         self.device = device
@@ -51,7 +51,7 @@ class Bench:
         self.side = torch.cuda.Stream() if self._has_streams else None
         self.synchronize()
         if self._has_streams:
-            torch.cuda.empty_cache()  # what earlier tests left would be used instead of what is poisoned here
+            torch.cuda.empty_cache()  # allocations must not use memory of earlier tests, which is not poisoned
         for stream in (self.main, self.side):
             with self.on(stream):
                 poison_free_memory(self.device.type, (NBYTES,), count=POISONED_COUNT)
@@ -71,8 +71,8 @@ class Bench:
         if self._has_streams:
             torch.cuda.synchronize()
 
-    def scribble(self) -> None:
-        """Fill all that is free with NaN, as kernels that get the memory next might."""
+    def poison(self) -> None:
+        """Fill all free memory with NaN, like the next kernels that use it."""
         poison_free_memory(self.device.type, (NBYTES,), count=2 * POISONED_COUNT)
 
     def leaf(self, seed: int = 0) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Bench:
 
 
 def columns(h: torch.Tensor) -> torch.Tensor:
-    """Save a sixteenth of `h`, which is gathered before it moves."""
+    """Save a sixteenth of `h`, which is gathered before its offload."""
     return h[:, ::16].sin()
 
 
@@ -102,7 +102,7 @@ def gather_unwritten(bench: Bench) -> list[torch.Tensor]:
         bench.sleep(bench.side)
         output = bench.sites(columns, h.clone(), is_held=True)
     if bench.engine:
-        bench.engine.flush()  # gathers on the main stream what the side stream writes
+        bench.engine.flush()  # gathers on the main stream from memory that the side stream writes
     bench.wait(bench.main, bench.side)
     output.sum().backward()
     return [x.grad]
@@ -115,7 +115,7 @@ def block_still_read(bench: Bench) -> list[torch.Tensor]:
         bench.sleep(bench.device.h2d_stream)
         output.sum().backward()  # waits on the side stream for the late copy
         del output
-    bench.sites(torch.cos, y * 2).sum().backward()  # leaves into the same block, and the main stream waits for nobody
+    bench.sites(torch.cos, y * 2).sum().backward()  # offloaded into the same block, without a wait on the main stream
     bench.wait(bench.main, bench.side)
     return [x.grad, y.grad]
 
@@ -124,7 +124,7 @@ def source_still_copied(bench: Bench) -> list[torch.Tensor]:
     x = bench.leaf()
     bench.sleep(bench.device.d2h_stream)
     output = bench.sites(torch.sin, x * 2)
-    bench.scribble()
+    bench.poison()
     output.sum().backward()
     return [x.grad]
 
@@ -136,10 +136,10 @@ def source_still_used(bench: Bench) -> list[torch.Tensor]:
     bench.wait(bench.side, bench.main)
     with bench.on(bench.side):
         bench.sleep(bench.side)
-        second = bench.sites(torch.cos, h)  # the same storage, which is on its way already
+        second = bench.sites(torch.cos, h)  # the same storage, whose offload is in flight
     del h
-    third = bench.sites(torch.sin, y * 2)  # over the window: the first storage is let go
-    bench.scribble()
+    third = bench.sites(torch.sin, y * 2)  # exceeds the window, so the first storage is freed
+    bench.poison()
     bench.wait(bench.main, bench.side)
     (first + second + third).sum().backward()
     return [second.detach().clone(), x.grad, y.grad]
@@ -150,14 +150,14 @@ def buffer_still_used(bench: Bench) -> list[torch.Tensor]:
     output = bench.sites(torch.sin, x * 2).sum()
     bench.synchronize()
     bench.sleep(bench.main)
-    output.backward()  # the buffer is filled with NaN where the stream has come to it
+    output.backward()  # the stream fills the buffer with NaN when it allocates it
     return [x.grad]
 
 
 def block_unwritten(bench: Bench) -> list[torch.Tensor]:
     x = bench.leaf()
     bench.sleep(bench.device.d2h_stream)
-    bench.sites(columns, x * 2).sum().backward()  # gathered: compute does not wait for the copy to the host
+    bench.sites(columns, x * 2).sum().backward()  # gathered, so compute does not wait for the offload
     return [x.grad]
 
 
@@ -175,7 +175,7 @@ def buffer_still_filled(bench: Bench) -> list[torch.Tensor]:
     if bench.engine:
         bench.sleep(bench.device.h2d_stream)
         bench.engine.approach_backward(bench.sites.lane, bench.sites.lane.groups[-1])
-    del output  # nobody takes what is coming back
+    del output  # nobody unpacks the tensors being reloaded
     if bench.engine:
         bench.engine.finish_step()
     tensors = [torch.ones(N, N, device=bench.device.type) for _ in range(2 * POISONED_COUNT)]
@@ -186,7 +186,7 @@ def buffer_still_filled(bench: Bench) -> list[torch.Tensor]:
 def buffer_still_read(bench: Bench) -> list[torch.Tensor]:
     output = bench.sites(torch.sin, bench.leaf() * 2)
     if bench.engine:
-        bench.engine.approach_backward(bench.sites.lane, bench.sites.lane.groups[-1])  # the buffer is the main stream's
+        bench.engine.approach_backward(bench.sites.lane, bench.sites.lane.groups[-1])  # the main stream owns the buffer
     bench.wait(bench.side, bench.main)
     with bench.on(bench.side), torch.no_grad():
         saved = output.grad_fn._saved_self
@@ -195,15 +195,15 @@ def buffer_still_read(bench: Bench) -> list[torch.Tensor]:
     if bench.engine:
         del saved, output
         bench.engine.finish_step()
-        bench.scribble()
+        bench.poison()
     bench.synchronize()
     return [found]
 
 
-def saved_again_after_it_left(bench: Bench) -> list[torch.Tensor]:
+def saved_again_after_its_offload(bench: Bench) -> list[torch.Tensor]:
     x = bench.leaf()
     h = x * 2
-    first = bench.sites(torch.sin, h)  # leaves, and is released at once: only the name h still holds the storage
+    first = bench.sites(torch.sin, h)  # offloaded and freed by the engine immediately; only `h` references the storage
     bench.wait(bench.side, bench.main)
     with bench.on(bench.side):
         bench.sleep(bench.side)
@@ -211,7 +211,7 @@ def saved_again_after_it_left(bench: Bench) -> list[torch.Tensor]:
     del h
     if bench.engine:
         bench.engine.finish_step()
-    bench.scribble()
+    bench.poison()
     bench.wait(bench.main, bench.side)
     (first + second).sum().backward()
     return [second.detach().clone(), x.grad]

@@ -1,4 +1,4 @@
-"""Small single-stream runs, with accesses that one or more of the engine's waits must order."""
+"""Small runs on one stream, whose accesses the engine's waits must order."""
 
 from __future__ import annotations
 
@@ -37,29 +37,29 @@ def _train(program: Program, *, window: int, prefetch: int, budget: int = 1 << 2
         program.finish(output, weight=weight)
 
 
-def a_step_with_nothing_ahead(program: Program) -> None:
+def step_without_prefetch(program: Program) -> None:
     _train(program, window=0, prefetch=0)
 
 
-def a_step_with_a_little_ahead(program: Program) -> None:
+def step_with_small_window_and_prefetch(program: Program) -> None:
     _train(program, window=3 * NBYTES, prefetch=2 * NBYTES)
 
 
-def a_step_with_everything_ahead(program: Program) -> None:
+def step_with_unlimited_prefetch(program: Program) -> None:
     _train(program, window=0, prefetch=FAR)
 
 
-def a_step_whose_groups_are_recalled(program: Program) -> None:
+def step_with_cancelled_offloads(program: Program) -> None:
     _train(program, window=FAR, prefetch=FAR)
 
 
-def a_step_with_little_host_memory(program: Program) -> None:
+def step_with_little_host_memory(program: Program) -> None:
     _train(program, window=NBYTES, prefetch=2 * NBYTES, budget=3 * NBYTES)
 
 
-def two_microbatches_in_turn(program: Program) -> None:
+def interleaved_microbatches(program: Program) -> None:
     engine, weight = program.make_engine(window=2 * NBYTES, prefetch=4 * NBYTES), program.leaf()
-    for _ in range(2):  # the second one knows the order of the first
+    for _ in range(2):  # the second step knows the order of the first
         first = run_layers(program, Sites(engine), weight)
         for microbatch in range(1, 4):
             second = run_layers(program, Sites(engine, microbatch=microbatch), weight)
@@ -68,7 +68,7 @@ def two_microbatches_in_turn(program: Program) -> None:
         program.finish(first, weight=weight)
 
 
-def an_order_of_backwards_that_changes(program: Program) -> None:
+def changing_order_of_backwards(program: Program) -> None:
     engine, weight = program.make_engine(prefetch=FAR), program.leaf()
     for order in ((0, 1, 2), (0, 2, 1), (1, 2, 0)):
         outputs = [run_layers(program, Sites(engine, microbatch=number), weight) for number in range(3)]
@@ -85,14 +85,14 @@ def two_engines_on_one_device(program: Program) -> None:
         program.finish(output, weight=weight)
 
 
-def a_graph_that_is_kept(program: Program) -> None:
+def retained_graph(program: Program) -> None:
     engine, weight = program.make_engine(prefetch=2 * NBYTES), program.leaf()
     output = run_layers(program, Sites(engine), weight)
     program.backward(output, retain_graph=True)
     program.finish(output, weight=weight)
 
 
-def sparse_views_that_are_gathered(program: Program) -> None:
+def gathered_sparse_views(program: Program) -> None:
     _, weight, sites = program.begin(window=FAR, prefetch=FAR)
     h = program.run(lambda w: w * 2, weight)
     output = sites(program.wrap(sine_of_columns), h)
@@ -101,10 +101,10 @@ def sparse_views_that_are_gathered(program: Program) -> None:
     program.finish(output, weight=weight)
 
 
-# A graph that is dropped, or a branch that backward leaves out, with buffers that nobody took.
+# Dropped graphs or skipped branches, whose buffers nobody uses.
 
 
-def a_graph_dropped_with_its_buffers_on_their_way(program: Program) -> None:
+def graph_dropped_during_its_reloads(program: Program) -> None:
     engine, weight, sites = program.begin(prefetch=FAR)
     output = run_layers(program, sites, weight)
     if engine:
@@ -114,7 +114,7 @@ def a_graph_dropped_with_its_buffers_on_their_way(program: Program) -> None:
         engine.finish_step()
 
 
-def a_block_that_goes_to_the_next_microbatch_while_it_is_read(program: Program) -> None:
+def block_reused_by_the_next_microbatch_while_it_is_read(program: Program) -> None:
     engine, weight = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf()
     for _ in range(2):
         sites = Sites(engine)
@@ -124,7 +124,7 @@ def a_block_that_goes_to_the_next_microbatch_while_it_is_read(program: Program) 
         del output
 
 
-def a_block_that_is_cut_in_two_while_it_is_read(program: Program) -> None:
+def block_split_while_it_is_read(program: Program) -> None:
     engine, weight, sites = program.begin(prefetch=FAR, budget=NBYTES)
     output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     if engine:
@@ -135,7 +135,7 @@ def a_block_that_is_cut_in_two_while_it_is_read(program: Program) -> None:
     program.finish(*halves, weight=weight)
 
 
-def a_block_that_comes_back_unwritten_while_it_is_read(program: Program) -> None:
+def block_returned_unwritten_while_it_is_read(program: Program) -> None:
     engine, weight, sites = program.begin(prefetch=FAR, budget=NBYTES)
     output = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     if engine:
@@ -144,14 +144,14 @@ def a_block_that_comes_back_unwritten_while_it_is_read(program: Program) -> None
     if engine:
         h, changed = (program.run(lambda w: w * 2, weight) for _ in range(2))
         sites = Sites(engine)
-        with contextlib.suppress(StateError):  # the second storage is refused when the first has got its block
+        with contextlib.suppress(StateError):  # the second storage is rejected after the first has its block
             sites(lambda h: (h.sin(), changed.sin(), changed.detach().add_(1)), h, output=lambda results: results[0])
         del h, changed
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
     program.finish(output, weight=weight)
 
 
-def a_branch_of_a_kept_graph_that_backward_leaves_out(program: Program) -> None:
+def branch_of_a_retained_graph_skipped_by_backward(program: Program) -> None:
     _, weight, sites = program.begin(prefetch=FAR)
     h = sites(program.wrap(sine), program.run(lambda w: w * 2, weight))
     h = sites(program.wrap(sine), h)
@@ -161,7 +161,7 @@ def a_branch_of_a_kept_graph_that_backward_leaves_out(program: Program) -> None:
     program.finish(branch, weight=weight)
 
 
-def closing_while_a_graph_wants_its_bytes_back(program: Program) -> None:
+def close_before_backward(program: Program) -> None:
     engine, weight = program.make_engine(window=NBYTES, prefetch=NBYTES), program.leaf()
     output = run_layers(program, Sites(engine), weight)
     if engine:
@@ -169,23 +169,23 @@ def closing_while_a_graph_wants_its_bytes_back(program: Program) -> None:
     program.finish(output, weight=weight)
 
 
-def views_gathered_for_a_group_that_was_refused(program: Program) -> None:
+def views_gathered_for_a_rejected_group(program: Program) -> None:
     engine, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     if engine:
-        changed, refused = program.run(lambda w: w * 3, weight), []
+        changed, rejected = program.run(lambda w: w * 3, weight), []
 
         def save_both(h: torch.Tensor) -> torch.Tensor:
-            refused.append((h[:, ::8].sin(), changed.sin(), changed.detach().add_(1)))
-            return refused[0][0]
+            rejected.append((h[:, ::8].sin(), changed.sin(), changed.detach().add_(1)))
+            return rejected[0][0]
 
-        with contextlib.suppress(StateError):  # the second storage is refused when the first is set to be gathered
+        with contextlib.suppress(StateError):  # the second storage is rejected after the first was chosen for a gather
             sites(save_both, h)
-    output = sites(program.wrap(sine), h)  # saves all of it, while those columns are saved too
+    output = sites(program.wrap(sine), h)  # saves all of `h`, whose columns are saved, too
     program.finish(output, weight=weight)
 
 
-def an_engine_dropped_without_closing(program: Program) -> None:
+def engine_dropped_without_close(program: Program) -> None:
     engine, weight, sites = program.begin(prefetch=FAR)
     output = run_layers(program, sites, weight)
     if engine:
@@ -194,23 +194,23 @@ def an_engine_dropped_without_closing(program: Program) -> None:
     program.forget_engines()
 
 
-ON_ONE_STREAM = (
-    a_step_with_nothing_ahead,
-    a_step_with_a_little_ahead,
-    a_step_with_everything_ahead,
-    a_step_whose_groups_are_recalled,
-    a_step_with_little_host_memory,
-    two_microbatches_in_turn,
-    an_order_of_backwards_that_changes,
+SINGLE_STREAM_SCHEDULES = (
+    step_without_prefetch,
+    step_with_small_window_and_prefetch,
+    step_with_unlimited_prefetch,
+    step_with_cancelled_offloads,
+    step_with_little_host_memory,
+    interleaved_microbatches,
+    changing_order_of_backwards,
     two_engines_on_one_device,
-    a_graph_that_is_kept,
-    sparse_views_that_are_gathered,
-    a_graph_dropped_with_its_buffers_on_their_way,
-    a_block_that_goes_to_the_next_microbatch_while_it_is_read,
-    a_block_that_is_cut_in_two_while_it_is_read,
-    a_block_that_comes_back_unwritten_while_it_is_read,
-    a_branch_of_a_kept_graph_that_backward_leaves_out,
-    closing_while_a_graph_wants_its_bytes_back,
-    views_gathered_for_a_group_that_was_refused,
-    an_engine_dropped_without_closing,
+    retained_graph,
+    gathered_sparse_views,
+    graph_dropped_during_its_reloads,
+    block_reused_by_the_next_microbatch_while_it_is_read,
+    block_split_while_it_is_read,
+    block_returned_unwritten_while_it_is_read,
+    branch_of_a_retained_graph_skipped_by_backward,
+    close_before_backward,
+    views_gathered_for_a_rejected_group,
+    engine_dropped_without_close,
 )

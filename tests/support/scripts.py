@@ -12,7 +12,7 @@ BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
 
 @contextlib.contextmanager
 def load_script(name: str) -> Iterator[ModuleType]:
-    """Hold the module of the script `name`; while the body runs it, and what lies beside it, can be imported by name."""
+    """Load the script `name` as a module. Inside the context, it and its neighbours can be imported by name."""
     spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -7,7 +7,7 @@ from support.huggingface import VOCABULARY, make_llama, make_samples
 
 
 def make_sft_trainer(folder: Path, *callbacks: Any, model: Any = None, **options: Any) -> Any:
-    """Return an `SFTTrainer` of three steps on the CPU, on sequences that are tokens already."""
+    """Return an `SFTTrainer` for three steps on the CPU, with tokenized sequences."""
     from datasets import Dataset
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

@@ -1,8 +1,7 @@
-"""The models of `arguments/`, shrunk to train a step in a second, and their layers as the planner sees them.
+"""The models in `arguments/`, shrunk to train a step in a second, and their layers as in the planner.
 
-No code depends on a file's name. A shrunk model keeps the flags of its file, except for ranks and sizes: it has one layer of
-each kind, and as few experts and heads as preserve the ratios that matter. Predictions use the same flags, read like those of a
-plan.
+A shrunk model keeps the flags of its file, except for ranks and sizes: it has one layer of each kind, and as few experts and
+heads as preserve the ratios between sizes. Predictions use the same flags, read like those of a plan.
 """
 
 import contextlib
@@ -25,13 +24,13 @@ from fgoffload.planner.model.rank_layer import make_layer_shape
 FILES = {path.stem: path for path in sorted((Path(__file__).parents[2] / "arguments").glob("[!g]*.sh"))}
 FILES |= {
     path.stem: path for path in FILES["llama3_8b"].parent.glob("gpt_oss*.sh")
-}  # the stand-ins have no LayerNorm, as GPT has
+}  # not GPT, since `fused_kernels` has no LayerNorm
 
 MICRO_BATCH_SIZE = 2
 GROUPS, KV_CHANNELS, EXPERT_CHANNELS = 2, 64, 208
-LARGEST = {
-    # No size is another's by chance: the heads together are not as wide as the hidden states, nor is an expert, and the tokens
-    # of a rank are a multiple of its experts, so that they can be routed to all alike.
+SMALL_SIZES = {
+    # All sizes differ: neither all heads together nor an expert are as wide as the hidden states. The tokens of a rank are a
+    # multiple of its experts, for balanced routing.
     "--hidden-size": 320,
     "--ffn-hidden-size": 576,
     "--vocab-size": 256,
@@ -39,45 +38,45 @@ LARGEST = {
     "--micro-batch-size": MICRO_BATCH_SIZE,
 }
 LATENT = {"--kv-lora-rank": 128, "--qk-head-dim": 64, "--qk-pos-emb-head-dim": 32, "--v-head-dim": 64}
-ALWAYS = {
-    # What the formulas are for, where a file leaves it to the machine: the smallest models train on a CPU.
+COMMON_FLAGS = {
+    # Settings of the formulas, which a file may leave to the machine. The smallest models train on a CPU.
     "--bf16": (),
     "--transformer-impl": ("transformer_engine",),
     "--no-gradient-accumulation-fusion": (),
 }
-ALWAYS_OF_EXPERTS = {
+MOE_FLAGS = {
     "--moe-grouped-gemm": (),
     "--moe-token-dispatcher-type": ("alltoall",),
     "--moe-router-force-load-balancing": (),
 }
-OF_RANKS = (
+RANK_FLAGS = (
     *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
     *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--context-parallel-size"),
     *("--expert-model-parallel-size", "--expert-tensor-parallel-size"),
 )
-OF_OFFLOAD = (
+OFFLOAD_FLAGS = (
     *("--fine-grained-activation-offloading", "--offload-modules", "--min-offloaded-tensor-size", "--offload-window"),
     *("--offload-prefetch",),
 )
-OF_GRAPHS = (
-    # No CPU has them. Nor do experts that are padded to a capacity, which graphs of a whole step need, save what formulas say.
+GRAPH_FLAGS = (
+    # Graphs need a GPU. Experts padded to a capacity, which full iteration graphs need, do not match the formulas.
     *("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-warmup-steps", "--te-rng-tracker"),
     *("--delay-offload-until-cuda-graph", "--fine-grained-offloading-max-inflight-offloads"),
     *("--moe-expert-capacity-factor", "--moe-pad-expert-input-to-capacity", "--moe-token-drop-policy"),
 )
-OF_RECOMPUTE = ("--recompute-granularity", "--recompute-modules")
+RECOMPUTE_FLAGS = ("--recompute-granularity", "--recompute-modules")
 
 
 class Layout(NamedTuple):
-    """How many ranks share each layer, and how many the experts are spread over."""
+    """The numbers of tensor parallel and expert parallel ranks."""
 
     tensor: int = 1
     expert: int = 1
 
     @property
     def ranks(self) -> int:
-        """Of the smallest training: experts lie on tensor-parallel ranks first."""
+        """The ranks of the smallest training run, in which expert ranks are tensor parallel ranks first."""
         return max(self)
 
 
@@ -85,34 +84,34 @@ ONE_RANK = Layout()
 
 
 class ShrunkModel(NamedTuple):
-    """A model of `arguments/`, small."""
+    """A shrunk model of `arguments/`."""
 
     flags: str
-    """As Megatron-LM takes them."""
+    """The flags of Megatron-LM."""
     layers: list[LayerShape]
-    """All layers, those of multi-token prediction last, as a rank runs them."""
+    """All layers of a rank, with MTP layers last."""
 
 
 def find_layout(name: str, *, ranks: int) -> Layout:
-    """Return the layout of a file, where each of its parallel sizes is at most `ranks`."""
-    _, parallelism = read_model_file(FILES[name], typed=_dispatch(name))
+    """Return the layout of a file, with parallel sizes of at most `ranks`."""
+    _, parallelism = read_model_file(FILES[name], typed=_find_dispatcher(name))
     return Layout(min(parallelism.tensor_parallel_size, ranks), min(parallelism.expert_parallel_size, ranks))
 
 
 def shrink(
     name: str, layout: Layout = ONE_RANK, *, changes: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 ) -> ShrunkModel:
-    """Return the model of the file `name`, small.
+    """Return the shrunk model of a file.
 
     Args:
-        name: Of the file, without its ending.
-        layout: Of the ranks that train it.
+        name: The file name without its extension.
+        layout: The layout of the ranks that train it.
         changes: Further flags and their values.
     """
-    model, _ = read_model_file(FILES[name], typed=_dispatch(name))
-    left_out = (*OF_RANKS, *OF_OFFLOAD, *OF_GRAPHS, *OF_RECOMPUTE)
-    flags = {flag: words for flag, words in _read_flags(FILES[name]).items() if flag not in left_out}
-    flags |= ALWAYS | _shrink_layers(model) | _shrink_sizes(model, flags) | _lay_out(model, layout) | changes
+    model, _ = read_model_file(FILES[name], typed=_find_dispatcher(name))
+    dropped = (*RANK_FLAGS, *OFFLOAD_FLAGS, *GRAPH_FLAGS, *RECOMPUTE_FLAGS)
+    flags = {flag: words for flag, words in _read_flags(FILES[name]).items() if flag not in dropped}
+    flags |= COMMON_FLAGS | _shrink_layers(model) | _shrink_sizes(model, flags) | _list_rank_flags(model, layout) | changes
     words = [word for flag, values in flags.items() for word in (flag, *values)]
     shape, parallelism = read_model(words, source=name, num_gpus=layout.ranks)
     return ShrunkModel(" ".join(words), list_layers(shape, parallelism))
@@ -125,16 +124,16 @@ def list_layers(model: ModelShape, parallelism: Parallelism) -> list[LayerShape]
 
 @contextlib.contextmanager
 def balanced_routing() -> Iterator[None]:
-    """Send as many tokens to each expert as to any other, where routers are told to balance, until the body ends.
+    """Balance routers with `--moe-router-force-load-balancing` exactly inside the context.
 
-    Megatron's router draws random scores then, which come near to it.
+    Megatron's router draws random scores instead, which are balanced only approximately.
     """
     with mock.patch.object(load_module("megatron.core.transformer.moe.router"), "apply_random_logits", _BalancedScores.apply):
         yield
 
 
 class _BalancedScores(torch.autograd.Function):
-    """Scores by which each token prefers the experts from one on, each next token from the next one on."""
+    """Scores by which token i prefers the experts i, i + 1, and so on, modulo the number of experts."""
 
     @staticmethod
     def forward(_: object, logits: torch.Tensor) -> torch.Tensor:
@@ -148,15 +147,15 @@ class _BalancedScores(torch.autograd.Function):
         return gradient
 
 
-def _dispatch(name: str) -> tuple[str, ...]:
-    """Return the dispatcher for a file of experts that names none, since Megatron's default is not covered."""
+def _find_dispatcher(name: str) -> tuple[str, ...]:
+    """Return dispatcher flags for an MoE file without them, since Megatron's default is not supported."""
     flags = _read_flags(FILES[name])
     has_none = "--num-experts" in flags and "--moe-token-dispatcher-type" not in flags
     return ("--moe-token-dispatcher-type", "alltoall") if has_none else ()
 
 
 def _read_flags(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return the words behind each flag of a file."""
+    """Return the values of each flag of a file."""
     flags: dict[str, tuple[str, ...]] = {}
     for word in read_argument_file(path):
         if word.startswith("--"):
@@ -168,37 +167,37 @@ def _read_flags(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def _shrink_layers(model: ModelShape) -> dict[str, tuple[str, ...]]:
-    """Return the flags of a model with one decoder layer of each kind, in their order, and at most one that predicts more."""
+    """Return the flags of a model with one decoder layer of each kind, in order, and at most one MTP layer."""
     kinds = dict.fromkeys((model.has_experts(number), model.has_window(number)) for number in range(model.num_layers))
     flags: dict[str, tuple[str, ...]] = {"--num-layers": (str(len(kinds)),)}
     if model.experts is not None:
-        flags["--moe-layer-freq"] = (_spell_pattern(has_experts for has_experts, _ in kinds),)
+        flags["--moe-layer-freq"] = (_format_pattern(has_experts for has_experts, _ in kinds),)
     if model.window_tokens is not None:
         flags |= {
             "--window-size": ("23,0",),
-            "--window-attn-skip-freq": (_spell_pattern(has_window for _, has_window in kinds),),
+            "--window-attn-skip-freq": (_format_pattern(has_window for _, has_window in kinds),),
         }
     if model.mtp_num_layers:
         flags["--mtp-num-layers"] = ("1",)
     return flags
 
 
-def _spell_pattern(layers: Iterator[bool]) -> str:
+def _format_pattern(layers: Iterator[bool]) -> str:
     return "[" + ",".join(str(int(layer)) for layer in layers) + "]"
 
 
-def _shrink_sizes(model: ModelShape, given: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-    """Return the flags of smaller sizes; what the model does not have gets none."""
-    sizes: dict[str, int] = dict(LARGEST)
+def _shrink_sizes(model: ModelShape, file_flags: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
+    """Return the flags of smaller sizes, without flags for absent parts of the model."""
+    sizes: dict[str, int] = dict(SMALL_SIZES)
     if model.latent is not None:
         sizes |= {"--num-attention-heads": 2 * GROUPS} | LATENT
         if model.latent.q_lora_rank is not None:
             sizes["--q-lora-rank"] = 96
     else:
-        # As many query heads in a group; without groups there are more than one a rank all the same.
+        # The same number of query heads per group, or two without groups, so that each rank has more than one.
         queries = model.num_attention_heads // model.num_query_groups
         sizes |= {"--num-attention-heads": GROUPS * (queries if queries > 1 else 2), "--kv-channels": KV_CHANNELS}
-        if "--num-query-groups" in given:
+        if "--num-query-groups" in file_flags:
             sizes["--num-query-groups"] = GROUPS
     if model.experts is not None:
         experts = model.experts
@@ -213,14 +212,14 @@ def _shrink_sizes(model: ModelShape, given: Mapping[str, object]) -> dict[str, t
     return {flag: (str(size),) for flag, size in sizes.items()}
 
 
-def _lay_out(model: ModelShape, layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the flags of the ranks, and of a step of one microbatch on each data-parallel one."""
+def _list_rank_flags(model: ModelShape, layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Return the flags of the ranks and of a step with one microbatch on each data parallel rank."""
     copies = layout.ranks // layout.tensor
     flags: dict[str, tuple[str, ...]] = {"--global-batch-size": (str(MICRO_BATCH_SIZE * copies),)}
     if layout.tensor > 1:
         flags |= {"--tensor-model-parallel-size": (str(layout.tensor),), "--sequence-parallel": ()}
     if model.experts is not None:
-        flags |= ALWAYS_OF_EXPERTS | {
+        flags |= MOE_FLAGS | {
             "--expert-model-parallel-size": (str(layout.expert),),
             "--expert-tensor-parallel-size": ("1",),
         }

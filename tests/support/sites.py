@@ -1,4 +1,4 @@
-"""Runs a forward with and without the engine, and compares all bits."""
+"""Runs a forward with and without the engine, and compares results bitwise."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ Function = Callable[..., torch.Tensor]
 
 
 def make_engine(device: Device | None = None, **options: Any) -> OffloadEngine:
-    """Return an engine that moves everything, a host budget of 64 MiB, unless `options` say otherwise."""
+    """Return an engine that by default offloads everything and has a host budget of 64 MiB."""
     options.setdefault("host_budget_bytes", 64 << 20)
     options.setdefault("policy", TransferPolicy(window_bytes=0, prefetch_bytes=1 << 20))
     return OffloadEngine(device=device or CpuDevice(), **options)
 
 
 class Sites:
-    """Wraps functions into regions, one site each, in one lane; without an engine it only calls them."""
+    """Wraps each function in a region of its own site, in one lane. Without an engine it only calls the functions."""
 
     def __init__(self, engine: OffloadEngine | None, *, microbatch: int = 0, has_end_marks: bool = False) -> None:
         self._has_end_marks = has_end_marks
@@ -67,7 +67,7 @@ class Sites:
 
 
 def get_gradients(forward: Callable[[Sites], torch.Tensor], leaves: Sequence[torch.Tensor], sites: Sites) -> list[torch.Tensor]:
-    """Return the gradients of `leaves` for a fixed, uneven gradient of what `forward` returns."""
+    """Return the gradients of `leaves` for a fixed random gradient of the output of `forward`."""
     for leaf in leaves:
         leaf.grad = None
     output = forward(sites)
@@ -99,11 +99,11 @@ Point = tuple[Any, int]
 
 
 class DelayedCpuDevice(CpuDevice):
-    """The CPU with copies that run as late as possible. Compute is not delayed.
+    """A CPU device with copies that run as late as possible. Compute is not delayed.
 
     On the CPU a copy is done when the call returns, so a missing wait would go unnoticed. Here a copy is only queued, and runs
-    when something waits for it. Until then its destination holds poison. A source without other references is poisoned before
-    it is read. So a missing wait gives a wrong result.
+    when something waits for it. Until then its destination is full of poison. A source without other references is poisoned
+    before it is read. So a missing wait gives a wrong result.
     """
 
     def __init__(self) -> None:
@@ -133,11 +133,11 @@ class DelayedCpuDevice(CpuDevice):
             self._done[event[0]] += 1
 
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Any) -> None:
-        source = source.detach()  # the queue's own reference, so that it can tell whether it is the last one
+        source = source.detach()  # the queue's own reference, to detect whether it is the last
 
         def copy() -> None:
             if count_holders(source) == self._count_of_one_holder:
-                get_bytes(source).fill_(POISON)  # only this queue holds it: an allocator could have reused the memory
+                get_bytes(source).fill_(POISON)  # no other references: an allocator could have reused the memory
             destination.copy_(source)
 
         self._queues[stream].append(copy)

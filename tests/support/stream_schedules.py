@@ -1,4 +1,4 @@
-"""Small runs on several streams, with accesses that one or more of the engine's waits must order."""
+"""Small runs on several streams, whose accesses the engine's waits must order."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ def read(saved: torch.Tensor) -> None:
     saved.neg()
 
 
-# Forward.
-
-
-def a_region_on_another_stream(program: Program) -> None:
+def region_on_another_stream(program: Program) -> None:
     engine, weight, sites = program.begin(prefetch=FAR)
     program.device.join("side", "compute")
     with program.device.on("side"):
@@ -39,28 +36,28 @@ def a_region_on_another_stream(program: Program) -> None:
     program.finish(h, weight=weight, joins="side")
 
 
-def a_storage_that_two_streams_save(program: Program) -> None:
+def storage_saved_on_two_streams(program: Program) -> None:
     _, weight, sites = program.begin(window=NBYTES)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
-    second = sites(program.on("side", square), h)  # the same storage, whose copy is under way
+    second = sites(program.on("side", square), h)  # the same storage, whose offload is in flight
     del h
-    third = sites(program.wrap(sine), first)  # past the window, so that the copy is waited for and its source goes
+    third = sites(program.wrap(sine), first)  # exceeds the window, so compute waits for the copy and the source is freed
     program.finish(second, third, weight=weight, joins="side")
 
 
-def a_storage_that_two_streams_save_whose_copy_the_host_sees_done(program: Program) -> None:
+def storage_saved_on_two_streams_whose_copy_the_host_sees_done(program: Program) -> None:
     _, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)
     del h
     program.device.synchronize(program.device.record_event(program.device.d2h_stream))
-    third = sites(program.wrap(sine), first)  # the host has seen the copy done, and not the other stream's kernel
+    third = sites(program.wrap(sine), first)  # the host has seen the copy as done, but not the other stream's kernel
     program.finish(second, third, weight=weight, joins="side")
 
 
-def closing_while_a_storage_that_two_streams_save_leaves(program: Program) -> None:
+def close_while_a_storage_saved_on_two_streams_is_offloaded(program: Program) -> None:
     engine, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
@@ -71,7 +68,7 @@ def closing_while_a_storage_that_two_streams_save_leaves(program: Program) -> No
     program.finish(first, second, weight=weight, joins="side")
 
 
-def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) -> None:
+def block_of_another_stream_reused_while_it_is_read(program: Program) -> None:
     engine, weight, device = program.make_engine(prefetch=FAR, budget=NBYTES), program.leaf(), program.device
     device.join("side", "compute")
     with device.on("side"):
@@ -80,21 +77,21 @@ def a_block_of_another_stream_that_goes_on_while_it_is_read(program: Program) ->
         if engine:
             engine.approach_backward(sites.lane, sites.lane.groups[-1])
         del output  # the copy to the device still reads the block
-    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # gets the block
+    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # reuses the block
     program.finish(output, weight=weight, joins="side")
 
 
-def a_graph_of_another_stream_that_is_dropped_while_it_leaves(program: Program) -> None:
+def graph_of_another_stream_dropped_during_its_offload(program: Program) -> None:
     engine, weight, device = program.make_engine(window=NBYTES), program.leaf(), program.device
     device.join("side", "compute")
     with device.on("side"):
         output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
-        del output  # the copy to the host still reads what the side stream owns
-    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # past the window
+        del output  # the copy to the host still reads memory of the side stream
+    output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))  # exceeds the window
     program.finish(output, weight=weight, joins="side")
 
 
-def a_watched_save_on_another_stream(program: Program) -> None:
+def watched_save_on_another_stream(program: Program) -> None:
     _, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     with sites.watched():
@@ -104,7 +101,7 @@ def a_watched_save_on_another_stream(program: Program) -> None:
     program.finish(output, watched, weight=weight, joins="side")
 
 
-def gathering_what_another_stream_saves(program: Program) -> None:
+def gather_beside_a_gather_from_another_stream(program: Program) -> None:
     engine, weight, sites = program.begin(window=FAR)
     h = program.run(lambda w: w * 2, weight)
     program.device.join("side", "compute")
@@ -119,7 +116,7 @@ def gathering_what_another_stream_saves(program: Program) -> None:
     del g
 
 
-def gathering_a_source_of_another_stream(program: Program) -> None:
+def gather_from_a_source_of_another_stream(program: Program) -> None:
     engine, weight, sites = program.begin(window=FAR)
     program.device.join("side", "compute")
     with program.device.on("side"):
@@ -127,31 +124,31 @@ def gathering_a_source_of_another_stream(program: Program) -> None:
         columns = sites(program.wrap(sine_of_columns), h, is_held=True)
         del h
     if engine:
-        engine.flush()  # gathers on the compute stream, and drops the source, which is the side stream's
+        engine.flush()  # gathers on the compute stream, and frees the source, which the side stream owns
     program.finish(columns, weight=weight, joins="side")
 
 
-def a_storage_saved_again_on_another_stream_after_it_left(program: Program) -> None:
+def storage_saved_again_on_another_stream_after_its_offload(program: Program) -> None:
     _, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     second = sites(program.on("side", square), h)
-    del h  # the engine does not hold it any more, as the graph would
+    del h  # unlike a graph, the engine no longer references it
     program.finish(first, second, weight=weight, joins="side")
 
 
-def a_storage_that_a_region_of_another_stream_saves_again_after_it_left(program: Program) -> None:
+def storage_offloaded_again_from_another_stream(program: Program) -> None:
     _, weight, sites = program.begin(window=0)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
     program.device.join("side", "compute")
     with program.device.on("side"):
-        second = sites(program.wrap(square), h)  # leaves again, from here; the memory is the compute stream's all the same
+        second = sites(program.wrap(square), h)  # offloaded again from here, but the compute stream owns the memory
     del h
     program.finish(first, second, weight=weight, joins="side")
 
 
-def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> None:
+def storage_read_on_another_stream_during_its_offload(program: Program) -> None:
     _, weight, sites = program.begin(window=NBYTES)
     h = program.run(lambda w: w * 2, weight)
     first = sites(program.wrap(sine), h)
@@ -159,28 +156,25 @@ def a_storage_that_another_stream_looks_at_while_it_leaves(program: Program) -> 
     program.device.join("side", "compute")
     with program.device.on("side"):
         read(first.grad_fn._saved_self)
-    second = sites(program.wrap(sine), first)  # past the window
+    second = sites(program.wrap(sine), first)  # exceeds the window
     program.finish(second, weight=weight, joins="side")
 
 
-def closing_after_another_stream_looked_at_what_leaves(program: Program) -> None:
+def close_after_another_stream_read_an_offloading_storage(program: Program) -> None:
     engine, weight, device = program.make_engine(window=FAR), program.leaf(), program.device
     first = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
     device.join("side", "compute")
     with device.on("side"):
         read(first.grad_fn._saved_self)
     if engine:
-        engine.close()  # lets go of the source, which is the compute stream's
+        engine.close()  # frees the source, which the compute stream owns
     program.finish(first, weight=weight, joins="side")
 
 
-def closing_while_copies_past_the_window_are_under_way(program: Program) -> None:
+def close_with_copies_beyond_the_window_in_flight(program: Program) -> None:
     engine, weight = program.make_engine(window=0), program.leaf()
     output = Sites(engine)(program.wrap(sine), program.run(lambda w: w * 2, weight))
-    del output  # so that no block is in use, and closing gives the host memory back
-
-
-# Backward.
+    del output  # so that no block is in use, and closing frees the host memory
 
 
 @contextlib.contextmanager
@@ -204,12 +198,12 @@ def _reached(program: Program, function: Function, *, prefetch: int = 0) -> Iter
         engine.finish_step()
 
 
-def a_buffer_that_another_stream_takes(program: Program) -> None:
+def buffer_used_on_another_stream(program: Program) -> None:
     with _reached(program, sine) as (_, results), program.device.on("side"):
         read(results[0].grad_fn._saved_self)
 
 
-def a_buffer_of_a_kept_graph_that_another_stream_takes(program: Program) -> None:
+def buffer_of_a_retained_graph_used_on_another_stream(program: Program) -> None:
     engine, weight, sites = program.begin()
     h = program.run(lambda w: w * 2, weight)
     outputs = [h]
@@ -222,20 +216,20 @@ def a_buffer_of_a_kept_graph_that_another_stream_takes(program: Program) -> None
         with program.device.on("side"):
             read(outputs[3].grad_fn._saved_self)
         engine.approach_backward(lane, lane.groups[1])
-        engine.approach_backward(lane, lane.groups[0])  # leaves the last group for good
+        engine.approach_backward(lane, lane.groups[0])  # drops the last group
         engine.leave_backward(lane, lane.groups[0])
     program.device.join("compute", "side")
 
 
-def gathered_views_that_two_streams_take(program: Program) -> None:
+def gathered_views_used_on_two_streams(program: Program) -> None:
     device = program.device
     with _reached(program, sine_and_cosine_of_columns) as (_, results):
-        read(results[0][0].grad_fn._saved_self)  # puts them in place
+        read(results[0][0].grad_fn._saved_self)  # scatters them
         with device.on("side"):
             read(results[0][1].grad_fn._saved_self)
 
 
-def gathered_views_that_another_stream_puts_in_place(program: Program) -> None:
+def gathered_views_scattered_on_another_stream(program: Program) -> None:
     device = program.device
     with _reached(program, sine_of_columns) as (_, results), device.on("side"):
         read(results[0].grad_fn._saved_self)
@@ -263,7 +257,7 @@ def branches_on_three_streams(program: Program) -> None:
 
 
 class _ReturnSaved(torch.autograd.Function):
-    """Its gradient is the tensor that it saved, as where a loss computes its gradient in forward."""
+    """Returns its saved tensor as the gradient, like a loss that computes its gradient in forward."""
 
     @staticmethod
     def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
@@ -275,36 +269,36 @@ class _ReturnSaved(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-def a_gradient_that_is_what_was_saved_on_another_stream(program: Program) -> None:
+def saved_tensor_as_gradient_on_another_stream(program: Program) -> None:
     _, weight, sites = program.begin(prefetch=FAR)
     program.device.join("side", "compute")
     with program.device.on("side"):
         h = sites(program.wrap(_ReturnSaved.apply), program.run(lambda w: w * 2, weight))
     program.device.join("compute", "side")
     program.device.record_stream(h, "compute")
-    h = sites(program.wrap(sine), program.run(lambda h: h * 3, h))  # its marks prefetch on the compute stream
+    h = sites(program.wrap(sine), program.run(lambda h: h * 3, h))  # its hooks prefetch on the compute stream
     program.finish(h, weight=weight)
 
 
-ON_SEVERAL_STREAMS = (
-    a_storage_that_a_region_of_another_stream_saves_again_after_it_left,
-    a_region_on_another_stream,
-    a_storage_that_two_streams_save,
-    a_storage_that_two_streams_save_whose_copy_the_host_sees_done,
-    closing_while_a_storage_that_two_streams_save_leaves,
-    a_block_of_another_stream_that_goes_on_while_it_is_read,
-    a_graph_of_another_stream_that_is_dropped_while_it_leaves,
-    a_watched_save_on_another_stream,
-    gathering_what_another_stream_saves,
-    a_buffer_that_another_stream_takes,
-    a_buffer_of_a_kept_graph_that_another_stream_takes,
-    gathered_views_that_two_streams_take,
-    gathered_views_that_another_stream_puts_in_place,
+MULTI_STREAM_SCHEDULES = (
+    storage_offloaded_again_from_another_stream,
+    region_on_another_stream,
+    storage_saved_on_two_streams,
+    storage_saved_on_two_streams_whose_copy_the_host_sees_done,
+    close_while_a_storage_saved_on_two_streams_is_offloaded,
+    block_of_another_stream_reused_while_it_is_read,
+    graph_of_another_stream_dropped_during_its_offload,
+    watched_save_on_another_stream,
+    gather_beside_a_gather_from_another_stream,
+    buffer_used_on_another_stream,
+    buffer_of_a_retained_graph_used_on_another_stream,
+    gathered_views_used_on_two_streams,
+    gathered_views_scattered_on_another_stream,
     branches_on_three_streams,
-    gathering_a_source_of_another_stream,
-    a_storage_saved_again_on_another_stream_after_it_left,
-    a_storage_that_another_stream_looks_at_while_it_leaves,
-    closing_while_copies_past_the_window_are_under_way,
-    a_gradient_that_is_what_was_saved_on_another_stream,
-    closing_after_another_stream_looked_at_what_leaves,
+    gather_from_a_source_of_another_stream,
+    storage_saved_again_on_another_stream_after_its_offload,
+    storage_read_on_another_stream_during_its_offload,
+    close_with_copies_beyond_the_window_in_flight,
+    saved_tensor_as_gradient_on_another_stream,
+    close_after_another_stream_read_an_offloading_storage,
 )

@@ -1,6 +1,6 @@
-"""A small run on several streams of the recording device.
+"""Small runs on several streams of the recording device, with or without the engine.
 
-It may run without the engine too; it is right by itself, so whatever its recording finds unordered is the engine's.
+Their own accesses are ordered, so the engine causes all unordered ones that the recording finds.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Function = Callable[..., torch.Tensor]
 
 
 class Program:
-    """A training on `device`, with the engine or without."""
+    """A small training run on `device`, with or without the engine."""
 
     def __init__(self, device: RecordingCpuDevice, *, has_engine: bool = True) -> None:
         self.device = device
         self.results: list[torch.Tensor] = []
-        """What must be the same with the engine and without."""
+        """Results to compare with and without the engine."""
         self._has_engine = has_engine
         self._seed = 0
         self._engines: list[OffloadEngine] = []
@@ -43,14 +43,14 @@ class Program:
         return self._engines[-1]
 
     def leaf(self) -> torch.Tensor:
-        """Return a new parameter, whose gradient is summed on the current stream."""
+        """Return a new parameter that accumulates its gradient on the current stream."""
         self._seed += 1
         leaf = torch.randn(ROWS, ROWS, generator=torch.Generator().manual_seed(self._seed)).requires_grad_()
         self._follow(leaf)
         return leaf
 
     def run(self, function: Function, *inputs: torch.Tensor) -> Any:
-        """Call `function` on the current stream, and let backward run its nodes there too, as autograd does."""
+        """Call `function` on the current stream, and let backward run its nodes there, too, like autograd."""
         outputs = function(*inputs)
         for output in outputs if isinstance(outputs, tuple) else (outputs,):
             self._follow(output)
@@ -61,7 +61,7 @@ class Program:
         return lambda *inputs: self.run(function, *inputs)
 
     def on(self, stream: object, function: Function) -> Function:
-        """Return `function` on `stream`, which waits for the current one first, as users of streams let it."""
+        """Return `function` to run on `stream` after the work on the current one."""
 
         def run(*inputs: torch.Tensor) -> Any:
             self.device.join(stream, self.device.current_stream())
@@ -71,7 +71,7 @@ class Program:
         return run
 
     def backward(self, output: torch.Tensor, *, retain_graph: bool = False) -> None:
-        """Run backward. The program looks after its own memory from here on; see `record_all_streams`."""
+        """Run backward, after `record_all_streams` for all memory of the program."""
         self.device.record_all_streams()
         home = self.device.current_stream()
         with self.device.on(home):
@@ -83,7 +83,7 @@ class Program:
         return engine, self.leaf(), Sites(engine)
 
     def finish(self, *outputs: torch.Tensor, weight: torch.Tensor, joins: str | None = None) -> None:
-        """Run backward of the sum of `outputs`, and keep the gradient of `weight`. The stream `joins` is waited for first."""
+        """Run backward of the sum of `outputs`, after the work on stream `joins`, and record the gradient of `weight`."""
         if joins:
             self.device.join("compute", joins)
         self.backward(self.run(torch.add, *outputs) if len(outputs) == 2 else outputs[0])
@@ -94,17 +94,17 @@ class Program:
             engine.close()
 
     def forget_engines(self) -> None:
-        """Drop the engines without closing them. They refer to themselves, so that the collector has to run."""
+        """Drop the engines without closing them. They have reference cycles, so the collector must run."""
         self._engines.clear()
         gc.collect()
 
     def _follow(self, tensor: torch.Tensor) -> None:
-        """Let backward go on where `tensor` was made when it has its gradient: that is where the engine's marks run."""
+        """Let backward continue on the stream of `tensor` once it has its gradient, where the engine's hooks run."""
         stream = self.device.current_stream()
         tensor.register_hook(lambda gradient: self.device.turn_to(stream))
 
     def _claim(self, node: Any, stream: object) -> None:
-        """Let `node`, and those before it that nobody has claimed, run on `stream`."""
+        """Run `node`, and its unclaimed predecessors, on `stream`."""
         if node is None or "stream" in node.metadata or hasattr(node, "variable"):
             return
         node.metadata["stream"] = stream
@@ -116,7 +116,7 @@ class Program:
 def record(
     schedule: Callable[[Program], None], *, has_engine: bool = True, **options: Any
 ) -> tuple[RecordingCpuDevice, Program]:
-    """Run `schedule` and return the device, with what it recorded, and the program, with its results."""
+    """Run `schedule`, and return the device with its recording and the program with its results."""
     device = GraphDevice(**options)
     program = Program(device, has_engine=has_engine)
     with device.recording():

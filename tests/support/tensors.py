@@ -1,4 +1,4 @@
-"""Leaves to differentiate, and a comparison of all bits that includes the sign of NaN and zero."""
+"""Random leaf tensors, and a bitwise comparison that includes NaN and signs of zero."""
 
 import contextlib
 import gc
@@ -8,7 +8,7 @@ import torch
 
 
 def leaf(*size: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return the same random numbers for the same arguments, with `requires_grad`."""
+    """Return a reproducible random tensor with `requires_grad`."""
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_()
 
 
@@ -27,7 +27,7 @@ def assert_same_bits(expected: Iterable[torch.Tensor | None], found: Iterable[to
 
 @contextlib.contextmanager
 def without_the_cyclic_collector() -> Iterator[None]:
-    """Nothing may wait for Python's collector: on a device that is how memory runs out."""
+    """Disable Python's garbage collector, since device memory must be freed without it."""
     gc.disable()
     try:
         yield

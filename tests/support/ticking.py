@@ -3,15 +3,15 @@
 from fgoffload.engine import CpuDevice, Hazard
 
 D2H_S, H2D_S = 2.0, 3.0
-"""Of one copy."""
+"""Seconds of one copy."""
 WAIT_S = {Hazard.BUFFER_UNFILLED: 5.0, Hazard.SOURCE_STILL_COPIED: 7.0}
-"""Of compute, for what comes back, and for what leaves when the window is full."""
+"""Seconds that compute waits for a reload, and for an offload if the window is full."""
 OTHER_WAIT_S = 100.0
-"""Of one copy for what is before it: no time of the copy's own."""
+"""Seconds that a copy waits for earlier work, which must not count as its own time."""
 
 
 class TickingCpuDevice(CpuDevice):
-    """The CPU, on which nothing but copies and waits takes time, and `now_s` what a test adds to it."""
+    """A CPU device on which only copies and waits take time. Tests can advance `now_s`."""
 
     now_s = 0.0
 
@@ -19,7 +19,7 @@ class TickingCpuDevice(CpuDevice):
         return self.now_s
 
     def is_done(self, event):
-        return False  # so that compute has to wait for each copy to the host that the window has no room for
+        return False  # so compute must wait for each copy to the host that exceeds the window
 
     def copy_bytes(self, *, destination, source, stream):
         self.now_s += D2H_S if stream is self.d2h_stream else H2D_S

@@ -1,7 +1,4 @@
-"""Ranks that are small enough to try all plans: a few layers with four sites each, and round numbers.
-
-Bytes and seconds are small whole numbers: a byte a second is a rate, and a window is a few bytes.
-"""
+"""Ranks small enough to try all plans: a few layers with four sites each, and small whole numbers of bytes and seconds."""
 
 from fgoffload.planner.ranks.layer_model import LayerModel, SavedTensor, Segment, UnitModel
 from fgoffload.planner.ranks.rank_model import ChunkModel, LinkModel, NumberedLayer, RankModel
@@ -12,7 +9,7 @@ NAMES = ("core_attn", "expert_fc1", "moe_act", "expert_fc2")
 
 
 def make_toy_layer(*, kind="toy", sizes=(1, 8, 6, 4, 2), forward_s=(4.0, 3.0, 1.0, 2.0), extra_bytes=0):
-    """Return a layer that saves its input, and a tensor for each of four segments; `sizes` are in that order."""
+    """Return a layer that saves its input and one tensor in each of four segments, with `sizes` in this order."""
     layer_input, attention, permuted, gate, activation = sizes
     return LayerModel(
         kind=kind,
@@ -51,7 +48,7 @@ def make_toy_rank(
     min_offloaded_numel=1,
     host_budget_bytes=None,
 ):
-    """Return a rank whose chunks have the layers of `layers`: a sequence of kinds for each chunk."""
+    """Return a rank with one chunk for each sequence of layers in `layers`."""
     layers = [[make_toy_layer()] * 2] if layers is None else layers
     pipeline = Pipeline(stages=2, microbatches=3) if pipeline is None else pipeline
     chunks, number = [], first_number

@@ -21,9 +21,9 @@ MOE = f"{SHAPE} {EXPERTS}"
 SHARED = f"{MOE} --moe-shared-expert-intermediate-size 32"
 MIXED = f"{SHARED} --moe-layer-freq [0]*1+[1]*1"
 TOKENS = 32 * 2
-"""Of a microbatch."""
+"""Tokens of a microbatch."""
 HIDDEN_BYTES = TOKENS * 32 * 4
-"""Of hidden states, [s, b, h] in fp32."""
+"""Bytes of hidden states, [s, b, h] in fp32."""
 
 ATTENTION_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm")
 MLP_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
@@ -43,7 +43,7 @@ def make_trainer(flags: str, offload: OffloadConfig | None) -> contextlib.closin
 
 
 def train(flags: str, offload: OffloadConfig | None = None, *, steps: int = 2) -> tuple[list[object], dict[str, int]]:
-    """Return the bits of all steps, and the bytes offloaded in the last step by tag."""
+    """Return losses and gradient digests of all steps, and the bytes offloaded in the last step by tag."""
     with make_trainer(flags, offload) as trainer:
         results: list[StepResult] = [trainer.run_step() for _ in range(steps)]
         stats = trainer.integration.last_step.tags if offload else {}
@@ -52,7 +52,7 @@ def train(flags: str, offload: OffloadConfig | None = None, *, steps: int = 2) -
 
 
 def write_plan(path: Path, actions: Mapping[tuple[int, str], Action]) -> Path:
-    """Write a plan file for a model of one chunk, by layer and tag."""
+    """Write a plan file for a model of one chunk, with actions by layer and tag."""
     plan = OffloadPlan(actions={Site(chunk=0, layer=layer, tag=tag): action for (layer, tag), action in actions.items()})
     path.write_text(plan.to_json())
     return path

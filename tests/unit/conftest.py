@@ -9,32 +9,32 @@ import torch
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _on_the_cpu() -> Iterator[None]:
+def _use_the_cpu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for the processes that tests start
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # for subprocesses
         yield
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _collections_are_short() -> None:
-    """Whoever collects garbage in a test, as trainers do when they close, need not look through what was there before."""
+def _freeze_existing_objects() -> None:
+    """Exclude existing objects from garbage collections, which trainers run when they close."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _the_environment_stays() -> Iterator[None]:
-    """Name the file whose tests leave a variable behind, and not the one that trips over it: Megatron's models write some."""
+def _check_environment() -> Iterator[None]:
+    """Fail the test file that leaves environment variables changed, as Megatron's models do, and not a later file."""
     before = _get_environment()
     yield
     changed = set(before.items()) ^ set(_get_environment().items())
-    assert not changed, f"these environment variables are not as they were before the tests of this file: {sorted(changed)}"
+    assert not changed, f"tests of this file changed environment variables: {sorted(changed)}"
 
 
-_MATTER = ("NVTE_", "NCCL_", "CUDA_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
-"""What Megatron, Transformer Engine and process groups read. Torch writes others at will, where its caches are for one."""
+_CHECKED_PREFIXES = ("NVTE_", "NCCL_", "CUDA_", "MASTER_", "RANK", "WORLD_SIZE", "LOCAL_")
+"""Variables that Megatron, Transformer Engine and process groups read. Torch sets others, such as cache paths."""
 
 
 def _get_environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name.startswith(_MATTER)}
+    return {name: value for name, value in os.environ.items() if name.startswith(_CHECKED_PREFIXES)}

@@ -1,4 +1,4 @@
-"""Tests that argument files are read like bash reads them, without running anything."""
+"""Tests that argument files are parsed like bash, without running them."""
 
 import subprocess
 from pathlib import Path
@@ -26,7 +26,7 @@ ALL=("${MODEL_ARGS[@]}" --lr 1e-3 pre$EXTRA'post' "${EMPTY:-x}" "${EMPTY-y}")
 """
 
 
-def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
+def test_arrays_expand_as_in_bash(tmp_path: Path) -> None:
     path = tmp_path / "arguments.sh"
     path.write_text(SCRIPT)
     command = f"source {path}; set +u; printf '%s\\0' \"${{ALL[@]}}\""
@@ -43,7 +43,7 @@ def test_a_script_is_read_as_bash_reads_it(tmp_path: Path) -> None:
         ("A=1", r"has no array of flags. Add one, for example MODEL_ARGS=\( --num-layers 4 \)\."),
     ],
 )
-def test_an_unterminated_construct_is_refused_with_its_line(script: str, message: str) -> None:
+def test_an_unterminated_construct_is_rejected_with_its_line(script: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Script(script, source="f.sh")
 
@@ -56,7 +56,7 @@ def test_an_unterminated_construct_is_refused_with_its_line(script: str, message
         ("options", "--seq-length 4096 --bf16", ["source (line 2)", "while (line 3)"]),
     ],
 )
-def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_named(name, flags, skipped, caplog):
+def test_scripts_like_megatrons_examples_are_read_and_skipped_parts_are_listed(name, flags, skipped, caplog):
     path = Path(__file__).parent / "argument_scripts" / f"{name}.sh"
     assert read_argument_file(path, variables={"NODES": "2", "MFLAGS": "--x", "CALL": "x.py --y"}) == tuple(flags.split())
     assert [record.message.count(name) for record in caplog.records for name in skipped] == [1] * len(skipped)
@@ -75,6 +75,6 @@ def test_a_script_made_like_megatrons_examples_is_read_and_what_is_skipped_is_na
         ("NUM_GPUS=$N\ntorchrun --nnodes $N --nproc_per_node 8 x.py --bf16", None),
     ],
 )
-def test_the_command_that_starts_python_sets_the_number_of_gpus(script, gpus):
+def test_the_launch_command_sets_the_number_of_gpus(script, gpus):
     read = Script(script, source="f.sh")
     assert (read.flags, read.find_num_gpus()) == (("--bf16",), gpus)

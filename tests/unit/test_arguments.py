@@ -1,4 +1,4 @@
-"""Tests that Megatron's flags become config fields, and that invalid ones raise errors with flag, value and fix."""
+"""Tests the config fields set by Megatron's flags, and the errors of invalid flags."""
 
 import argparse
 from collections.abc import Sequence
@@ -72,37 +72,37 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("--recompute-granularity full", "Megatron-Core rejects this combination of flags: .*recompute_method"),
     ],
 )
-def test_invalid_flags_are_refused_with_flag_value_and_fix(flags: str, message: str) -> None:
+def test_invalid_flags_are_rejected_with_flag_value_and_fix(flags: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(flags)
 
 
 @pytest.mark.parametrize(
-    ("flags", "typed", "place"),
+    ("flags", "typed", "source_name"),
     [
         ("--lr -1", "", "x.sh"),
         ("", "--lr -1", "the command line"),
         ("--num-experts 4", "--moe-router-topk 5", "x.sh and the command line"),
     ],
 )
-def test_an_error_names_the_place_of_the_flags_that_it_is_about(flags: str, typed: str, place: str) -> None:
+def test_errors_name_the_source_of_the_flags(flags: str, typed: str, source_name: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_arguments([*BASE, *flags.split()], source="x.sh", typed=typed.split())
 
-    assert str(caught.value).startswith(f"{place}: ")
+    assert str(caught.value).startswith(f"{source_name}: ")
 
 
 @pytest.mark.parametrize(
     "flag", ["--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--micro-batch-size"]
 )
-def test_a_missing_flag_is_named(flag: str) -> None:
-    at = BASE.index(flag)
+def test_a_missing_required_flag_is_named(flag: str) -> None:
+    position = BASE.index(flag)
 
     with pytest.raises(ConfigError, match=rf"x\.sh: {flag} is missing. Add it, for example {flag} \d+"):
-        parse("", base=BASE[:at] + BASE[at + 2 :])
+        parse("", base=BASE[:position] + BASE[position + 2 :])
 
 
-def test_megatron_gets_the_offload_flags_that_it_knows() -> None:
+def test_megatrons_config_receives_its_own_offload_flags() -> None:
     config = build(
         "--fine-grained-activation-offloading --offload-modules core_attn moe_act --min-offloaded-tensor-size 7 --num-experts 2"
     )
@@ -112,7 +112,7 @@ def test_megatron_gets_the_offload_flags_that_it_knows() -> None:
     assert config.min_offloaded_tensor_size == 7
 
 
-def test_offload_flags_join_a_parser_that_has_some_of_them() -> None:
+def test_offload_flags_are_added_to_a_parser_that_already_has_some() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fine-grained-activation-offloading", action="store_true")
     parser.add_argument("--offload-modules", nargs="*", type=str)
@@ -126,7 +126,7 @@ def test_offload_flags_join_a_parser_that_has_some_of_them() -> None:
     assert (config.offload_modules, config.offload_window_bytes) == (("core_attn",), 1024)
 
 
-def test_flags_that_the_trainer_does_not_need_are_ignored_and_named_in_one_line(caplog):
+def test_one_warning_lists_flags_that_the_trainer_ignores(caplog):
     build("--use-mcore-models --tokenizer-type X --weight-decay 0.1 --no-use-distributed-optimizer --use-mcore-models")
     (line,) = caplog.messages
     ignored = "--use-mcore-models --tokenizer-type --weight-decay --no-use-distributed-optimizer"

@@ -1,4 +1,4 @@
-"""Tests that invalid input ends in one error with exit code 2."""
+"""Tests that invalid input causes one error and exit code 2."""
 
 import gzip
 import os
@@ -17,21 +17,21 @@ from fgoffload.text_files import read_text_file
 
 
 @pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path, monkeypatch):
+def _empty_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def refuse(capsys, *words):
-    """Return the one line that a command ends with."""
+def run_rejected(capsys, *words):
+    """Run a command that must exit with code 2 and print only one error line, and return this line."""
     assert main(words) == 2
-    shown, said = capsys.readouterr()
-    (line,) = said.splitlines()
-    assert shown == ""
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert out == ""
     return line
 
 
 @pytest.mark.parametrize(
-    ("words", "meant"),
+    ("words", "suggestion"),
     [
         (("trian",), "train"),
         (("--verson",), "--version"),
@@ -41,16 +41,16 @@ def refuse(capsys, *words):
         (("run", "--hepl"), "--help"),
     ],
 )
-def test_a_word_that_is_typed_wrongly_gets_a_suggestion(capsys, words, meant):
-    assert f"Did you mean {meant}?" in refuse(capsys, *words)
+def test_a_misspelled_word_gets_a_suggestion(capsys, words, suggestion):
+    assert f"Did you mean {suggestion}?" in run_rejected(capsys, *words)
 
 
-def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys):
+def test_megatrons_optimizer_flag_is_not_an_abbreviation_of_our_flags(capsys):
     message = "the command line: --optimizer expected one argument."
-    assert message in refuse(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
+    assert message in run_rejected(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
 
 
-def test_an_error_of_many_values_is_cut_in_the_middle():
+def test_long_errors_are_truncated_in_the_middle():
     message = str(ConfigError(f"--tags {' '.join(map(str, range(100_000)))} are too many. Give fewer."))
     assert len(message) <= LONGEST_MESSAGE
     assert message.startswith("--tags 0 1 2 ")
@@ -58,18 +58,18 @@ def test_an_error_of_many_values_is_cut_in_the_middle():
 
 
 @pytest.mark.parametrize("modules", ["core_attn", 7, (7,)])
-def test_tags_that_are_no_sequence_of_names_are_refused(modules):
+def test_offload_modules_must_be_a_sequence_of_names(modules):
     with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Pass one, for example \('core_attn',\)"):
         OffloadConfig(offload_modules=modules)
 
 
 @pytest.mark.parametrize("value", ["abc", "-1"])
-def test_a_variable_of_a_launcher_that_is_no_number_is_found_before_the_first_training(capsys, monkeypatch, value):
+def test_an_invalid_launcher_variable_is_rejected_before_training(capsys, monkeypatch, value):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    assert f"LOCAL_WORLD_SIZE='{value}' is not a number" in refuse(capsys, "train", ARGUMENTS, "--steps", "1")
+    assert f"LOCAL_WORLD_SIZE='{value}' is not a number" in run_rejected(capsys, "train", ARGUMENTS, "--steps", "1")
 
 
-def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys, monkeypatch):
+def test_a_budget_below_static_memory_is_rejected_before_the_first_step(capsys, monkeypatch):
     monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", lambda trainer: pytest.fail("a step ran"))
     assert main(("train", ARGUMENTS, "--offload-modules", "auto", "--offload-memory-budget", "100KiB")) == 2
     line = capsys.readouterr().err.splitlines()[-1]
@@ -79,15 +79,15 @@ def test_a_budget_below_the_static_memory_is_found_before_the_first_step(capsys,
 @pytest.mark.parametrize(
     ("option", "value"), [("--nproc-per-node", "0"), ("--nproc-per-node", "abc"), ("--nnodes", "0"), ("--x", "0")]
 )
-def test_arguments_that_torchrun_cannot_use_cause_one_error(option, value):
+def test_invalid_torchrun_options_cause_one_error(option, value):
     with pytest.raises(ConfigError, match=r"^torchrun rejects its options: .*(0|abc|--x).*\. See `torchrun --help`\.$"):
         run_torchrun([option, value, "x.py"])
 
 
 @pytest.mark.parametrize("content", [b"def f(:\n", b"\0\1", b"\xff\xfe"], ids=["syntax", "zeros", "encoding"])
-def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, content):
+def test_a_script_that_is_not_python_source_is_rejected(capsys, content):
     Path("x.py").write_bytes(content)
-    assert "script 'x.py' is not Python source: " in refuse(capsys, "run", "x.py")
+    assert "script 'x.py' is not Python source: " in run_rejected(capsys, "run", "x.py")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_script_that_is_no_python_source_is_refused_before_it_runs(capsys, con
         ("/dev/zero", lambda path: None, "profile: larger than 100 B. Measure again."),
     ],
 )
-def test_a_file_that_has_no_end_or_is_too_large_is_refused(monkeypatch, name, make, message):
+def test_too_large_and_endless_files_are_rejected(monkeypatch, name, make, message):
     monkeypatch.setattr(text_files, "LARGEST_TEXT_BYTES", 100)
     make(Path(name))
     with pytest.raises(ConfigError) as caught:
@@ -111,17 +111,17 @@ def test_a_file_that_has_no_end_or_is_too_large_is_refused(monkeypatch, name, ma
 
 
 def start(*words, **options):
-    # Buffered, as for users.
+    # Buffered output, as for users.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     command = [sys.executable, *words]
     return subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False, env=environment, **options)
 
 
 @pytest.mark.parametrize("words", [("--help",), ("plan", "--help")])
-def test_output_that_there_is_no_room_for_is_one_error(words):
+def test_a_full_disk_behind_stdout_causes_one_error(words):
     with open("/dev/full", "wb") as full:
         ended = start("-m", "fgoffload", *words, stdout=full)
-    said = (
+    message = (
         "fgoffload: error: the output cannot be written: No space left on device. Free disk space or redirect it elsewhere.\n"
     )
-    assert (ended.returncode, ended.stderr) == (2, said)
+    assert (ended.returncode, ended.stderr) == (2, message)

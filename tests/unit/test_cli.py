@@ -1,3 +1,5 @@
+"""Tests `fgoffload train`, and the options and messages that all commands share."""
+
 import importlib.metadata
 import json
 import logging
@@ -40,12 +42,12 @@ AFTER_TORCH = [
 
 
 @pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path, monkeypatch):
+def _empty_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run_and_refuse(arguments, capsys):
-    """Check that the command did nothing else, and return the one line that it ended with."""
+def run_rejected(arguments, capsys):
+    """Run a command that must exit with code 2 and write no files, and return its only line of output."""
     before = sorted(Path().iterdir())
     code = main(arguments)
     captured = capsys.readouterr()
@@ -61,72 +63,70 @@ def run_and_refuse(arguments, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"), BEFORE_TORCH, ids=[" ".join(case[0][1:])[-80:] or "none" for case in BEFORE_TORCH]
 )
-def test_bad_input_ends_with_code_2_and_one_line(arguments, message, capsys):
+def test_bad_input_exits_with_code_2_and_one_line(arguments, message, capsys):
     Path("folder.png").mkdir()
-    assert message in run_and_refuse(arguments, capsys)
+    assert message in run_rejected(arguments, capsys)
 
 
 @pytest.mark.parametrize(("flags", "message"), AFTER_TORCH, ids=[" ".join(case[0]) for case in AFTER_TORCH])
-def test_a_bad_flag_or_text_ends_with_code_2_and_one_line(flags, message, capsys):
+def test_bad_flags_and_texts_exit_with_code_2_and_one_line(flags, message, capsys):
     Path("empty.txt").touch()
     Path("short.txt").write_text("abc", encoding="utf-8")
-    assert message in run_and_refuse(("train", ARGUMENTS, *flags), capsys)
+    assert message in run_rejected(("train", ARGUMENTS, *flags), capsys)
 
 
-def test_a_training_with_offload_is_compared_and_drawn(capsys):
+def test_train_compares_with_the_baseline_and_plots_memory(capsys):
     assert main(["train", ARGUMENTS, "--steps", "3"]) == 0
-    shown, said = capsys.readouterr()
-    assert_messages(said, "training without offload: 3 steps", "training with offload: 3 steps")
+    out, err = capsys.readouterr()
+    assert_messages(err, "training without offload: 3 steps", "training with offload: 3 steps")
     for row in ("losses bitwise identical", "gradients bitwise identical"):
-        assert [line.split("│")[3].strip() for line in shown.splitlines() if row in line] == ["yes"]
+        assert [line.split("│")[3].strip() for line in out.splitlines() if row in line] == ["yes"]
     assert Path("memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_training_without_offload_flags_runs_once_and_says_so(capsys):
+def test_training_without_offload_flags_runs_once(capsys):
     Path("off.sh").write_text(OFF, encoding="utf-8")
     assert main(["train", "off.sh", "--steps", "1", "--plot", "off.svg"]) == 0
-    shown = capsys.readouterr().out
-    assert "Trained once, since offload is off." in shown
-    assert "with offload" not in shown.replace("without offload", "")
+    out = capsys.readouterr().out
+    assert "Trained once, since offload is off." in out
+    assert "with offload" not in out.replace("without offload", "")
     assert Path("off.svg").is_file()
 
 
-def test_a_gradient_that_differs_ends_with_code_1_and_names_the_parameter(capsys, monkeypatch):
+def test_a_gradient_difference_exits_with_code_1_and_names_the_parameter(capsys, monkeypatch):
     from fgoffload.trainer.trainer import Trainer
 
     run_step = Trainer.run_step
 
-    def run_and_change(trainer):
-        changes.append(run_step(trainer))
-        if len(changes) == 4:  # the second step of the second training
-            changes[-1].gradient_digests[next(iter(changes[-1].gradient_digests))] = "changed"
-        return changes[-1]
+    def run_and_change_a_digest(trainer):
+        results.append(run_step(trainer))
+        if len(results) == 4:  # the second step of the second training
+            results[-1].gradient_digests[next(iter(results[-1].gradient_digests))] = "changed"
+        return results[-1]
 
-    changes = []
-    monkeypatch.setattr(Trainer, "run_step", run_and_change)
+    results = []
+    monkeypatch.setattr(Trainer, "run_step", run_and_change_a_digest)
     assert main(["train", ARGUMENTS, "--steps", "2"]) == 1
-    first = next(iter(changes[0].gradient_digests))
+    first = next(iter(results[0].gradient_digests))
     assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
 
 
-def test_an_early_error_of_megatron_is_one_line_that_says_how_to_see_more(capsys, monkeypatch):
+def test_a_megatron_error_in_the_first_step_is_one_line_with_a_traceback_hint(capsys, monkeypatch):
     def fail(self, *args, **kwargs):
         raise IndexError("index 7 is out of range")
 
     monkeypatch.setattr("fgoffload.cli.measurement.Trainer.run_step", fail)
     assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
-    said = capsys.readouterr().err
-    assert (
-        f"{ARGUMENTS}: Megatron-Core rejected these arguments in the first step: IndexError: index 7 is out of range." in said
-    )
-    assert "Set FGOFFLOAD_TRACEBACK=1 to see the traceback." in said
-    assert "Traceback" not in said
+    err = capsys.readouterr().err
+    assert f"{ARGUMENTS}: Megatron-Core rejected these arguments in the first step: IndexError: index 7 is out of range." in err
+    assert "Set FGOFFLOAD_TRACEBACK=1 to see the traceback." in err
+    assert "Traceback" not in err
 
     monkeypatch.setenv("FGOFFLOAD_TRACEBACK", "1")
     assert main(["train", ARGUMENTS, "--steps", "1"]) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "in fail" in said  # the original is chained
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert "in fail" in err  # the original is chained
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_an_early_error_of_megatron_is_one_line_that_says_how_to_see_more(capsys
         ({"sites": [SITE | {"tag": "core_atn"}]}, "--offload-plan plan.json 'core_atn' is not a tag"),
     ],
 )
-def test_a_plan_of_another_training_is_found_before_the_first_training(capsys, document, message):
+def test_a_plan_for_another_training_run_is_rejected_before_training(capsys, document, message):
     Path("plan.json").write_text(json.dumps({"format": 1, "sites": [], **document}), encoding="utf-8")
-    assert message in run_and_refuse(("train", ARGUMENTS, "--offload-plan", "plan.json"), capsys)
+    assert message in run_rejected(("train", ARGUMENTS, "--offload-plan", "plan.json"), capsys)
 
 
-def test_plans_of_auto_are_shown_and_other_messages_are_not(capsys):
+def test_info_messages_are_shown_only_for_auto_plans(capsys):
     with LibraryLog().attached():
-        logging.getLogger("fgoffload.integrations.megatron.auto.auto_offload").info("2 of 9 sites leave")
+        logging.getLogger("fgoffload.integrations.megatron.auto.auto_offload").info("2 of 9 sites are offloaded")
         logging.getLogger("fgoffload.integrations.megatron.adapter.site_actions").info("chunk 0")
         logging.getLogger("fgoffload.engine.engine").warning("late")
-    assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites leave", "fgoffload: warning: late"]
+    assert capsys.readouterr().err.splitlines() == ["fgoffload: 2 of 9 sites are offloaded", "fgoffload: warning: late"]
 
 
-def test_warnings_come_from_the_first_process_alone(capsys):
+def test_only_the_first_process_shows_warnings(capsys):
     log = LibraryLog()
     log.setLevel(logging.CRITICAL)
     with log.attached():
@@ -159,7 +159,7 @@ def test_warnings_come_from_the_first_process_alone(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_version_lists_the_packages_that_matter(capsys):
+def test_version_lists_the_versions_of_dependencies(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     lines = capsys.readouterr().out.splitlines()
@@ -167,30 +167,30 @@ def test_version_lists_the_packages_that_matter(capsys):
     assert f"torch {importlib.metadata.version('torch')}" in lines
 
 
-def test_help_of_a_command_is_what_its_own_flag_shows(capsys):
+def test_help_command_and_help_flag_print_the_same(capsys):
     for words in (["help", "plan"], ["plan", "--help"]):
         with pytest.raises(SystemExit):
             main(words)
-    shown = capsys.readouterr().out
-    assert shown == 2 * shown[: len(shown) // 2]
-    assert "--offload-memory-budget SIZE" in shown
+    out = capsys.readouterr().out
+    assert out == 2 * out[: len(out) // 2]
+    assert "--offload-memory-budget SIZE" in out
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "offload for Megatron, Hugging Face and PyTorch." in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
+    ("typed", "completions"),
     [
         (("fgoffload", "p"), {"plan", "profile"}),
         (("fgoffload", "plan", "--offload-m"), {"--offload-memory-budget"}),
         (("fgoffload", "train", "tiny"), {"tiny_dense", "tiny_moe", "tiny_text.txt"}),
     ],
 )
-def test_bash_completes_commands_flags_models_and_files(typed, offered, capsys):
+def test_bash_completes_commands_flags_models_and_files(typed, completions, capsys):
     Path("tiny_text.txt").touch()
     assert main(["completion", "bash"]) == 0
     script = f"{capsys.readouterr().out}COMP_WORDS=({' '.join(typed)}) COMP_CWORD={len(typed) - 1}; _fgoffload; "
     script += "echo ${COMPREPLY[@]}"
-    shown = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
-    assert set(shown.split()) == offered
+    out = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout
+    assert set(out.split()) == completions

@@ -1,4 +1,4 @@
-"""Tests how the command line ends for reasons other than its input: missing packages, closed pipes, Ctrl-C."""
+"""Tests exits of the command line for missing packages, closed pipes and Ctrl-C."""
 
 import contextlib
 import os
@@ -15,7 +15,7 @@ INTERRUPT_SECONDS = 2.0
 
 
 @pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path, monkeypatch):
+def _empty_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
@@ -25,14 +25,14 @@ def run_without(package, *arguments):
 
 
 @pytest.mark.parametrize("package", ["torch", "megatron"])
-def test_a_package_that_is_not_installed_is_named_with_how_to_install_it(package):
+def test_a_missing_package_is_named_with_its_install_command(package):
     ended = run_without(package, "train", ARGUMENTS)
     assert (ended.returncode, ended.stdout, len(ended.stderr.splitlines())) == (2, "", 1), ended.stderr
     assert ended.stderr.startswith(f"fgoffload: error: {package}")
     assert "pip install 'fgoffload[megatron]'" in ended.stderr
 
 
-def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
+def test_a_closed_pipe_ends_the_command_without_a_traceback():
     Path("off.sh").write_text(OFF, encoding="utf-8")
     read_end, write_end = os.pipe()
     os.close(read_end)
@@ -42,7 +42,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
         stderr=subprocess.PIPE,
         text=True,
         check=False,
-        # Buffered, as for users: what Python has not written yet it would try again at exit.
+        # Buffered output, as for users: at exit Python tries to write the rest again.
         env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
     )
     os.close(write_end)
@@ -52,7 +52,7 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback():
 
 
 def start(*arguments):
-    # A shell that runs jobs in the background has them ignore SIGINT, and children inherit that; a user's terminal does not.
+    # Background jobs of a shell ignore SIGINT, and their children inherit this. Commands in a terminal do not ignore it.
     earlier = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         pipe = subprocess.PIPE
@@ -62,7 +62,7 @@ def start(*arguments):
 
 
 def interrupt(process):
-    """Send what Ctrl-C sends, and return exit code, seconds until the end, stdout and stderr."""
+    """Send SIGINT like Ctrl-C, and return the exit code, the seconds until exit, stdout and stderr."""
     started = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     try:
@@ -73,21 +73,21 @@ def interrupt(process):
     return process.returncode, time.monotonic() - started, out, err
 
 
-def measure_crowding():
-    """Return how much longer than its CPU time a process takes now: 1 if nothing else runs."""
+def measure_slowdown():
+    """Return the ratio of wall time to CPU time of a busy process: 1 on an idle machine."""
     wall, own = time.monotonic(), time.process_time()
     while time.process_time() - own < 0.1:
         pass
     return max(1.0, (time.monotonic() - wall) / (time.process_time() - own))
 
 
-def test_ctrl_c_ends_a_training_within_two_seconds_and_leaves_nothing():
+def test_ctrl_c_ends_training_within_two_seconds_and_leaves_nothing():
     process = start("-m", "fgoffload", "train", ARGUMENTS, "--steps", "100000")
     time.sleep(2)
-    before = measure_crowding()
+    before = measure_slowdown()
     code, seconds, out, err = interrupt(process)
     assert code == 130
-    assert seconds < INTERRUPT_SECONDS * max(before, measure_crowding())
+    assert seconds < INTERRUPT_SECONDS * max(before, measure_slowdown())
     assert out == ""
     assert err.splitlines()[-1] == "fgoffload: interrupted"
     assert "Traceback" not in err

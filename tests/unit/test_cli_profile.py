@@ -11,18 +11,18 @@ from fgoffload.planner.timing.profile import Profile, make_rank_model
 
 
 @pytest.fixture(autouse=True)
-def _work_in_an_empty_folder(tmp_path, monkeypatch):
+def _empty_working_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def _quick(monkeypatch):
+def _quick_link_sizes(monkeypatch):
     sizes = link_module.QUICK_SIZES
     monkeypatch.setattr(link_module.measure_link, "__kwdefaults__", {"sizes": sizes})
 
 
-@pytest.mark.usefixtures("_quick")
-def test_without_a_file_the_link_alone_is_measured(capsys):
+@pytest.mark.usefixtures("_quick_link_sizes")
+def test_profile_without_a_file_measures_only_the_link(capsys):
     assert main(["profile", "--json", "link.json"]) == 0
     out = capsys.readouterr().out
     assert "link to the host, GB/s" in out
@@ -34,8 +34,8 @@ def test_without_a_file_the_link_alone_is_measured(capsys):
     assert [copy.size_bytes for copy in profile.link.copies] == [64 * 1024, 16 * 1024**2]
 
 
-@pytest.mark.usefixtures("_quick")
-def test_with_a_file_one_step_of_its_model_is_measured(capsys, tmp_path):
+@pytest.mark.usefixtures("_quick_link_sizes")
+def test_profile_with_a_file_measures_one_step_of_its_model(capsys, tmp_path):
     assert main(["profile", ARGUMENTS, "--json", "profile.json", "--num-layers", "2"]) == 0
     out = capsys.readouterr().out
     for text in ("core_attn", "expert_fc1", "rank 0: step", "static memory", "baseline step without instrumentation: "):
@@ -77,7 +77,7 @@ def test_only_the_measured_model_can_be_planned_from_a_profile(capsys):
         ),
     ],
 )
-def test_bad_input_ends_with_code_2_and_one_line(words, message, capsys):
+def test_bad_input_exits_with_code_2_and_one_line(words, message, capsys):
     Path("config.json").write_text("{}", encoding="utf-8")
     Path("model.sh").write_text(Path(ARGUMENTS).read_text(encoding="utf-8"), encoding="utf-8")
     assert main(["profile", *words]) == 2

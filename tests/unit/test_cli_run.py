@@ -1,4 +1,4 @@
-"""Tests `fgoffload run` in separate processes, on a script like Megatron-LM's."""
+"""Tests `fgoffload run` in separate processes, with a training script like Megatron-LM's."""
 
 import json
 import os
@@ -15,7 +15,7 @@ TAGS = ("attn_norm", "core_attn", "attn_proj", "mlp_act")
 MODEL = ("--num-layers", "2")
 ON = ("--fine-grained-activation-offloading", "--offload-modules", *TAGS, "--min-offloaded-tensor-size", "1")
 OURS = ("--offload-window", "1KiB", "--offload-prefetch", "1KiB", "--offload-host-budget", "64MiB")
-"""No Megatron-LM knows these."""
+"""Flags that Megatron-LM does not have."""
 
 
 def start(*words, program=("-m", "fgoffload", "run"), **variables):
@@ -30,13 +30,13 @@ def start(*words, program=("-m", "fgoffload", "run"), **variables):
 
 
 def list_lines(ended):
-    """Return what this program said, but for the script's own line about running on a CPU."""
+    """Return the lines that fgoffload printed, except the script's own line about running on a CPU."""
     return [line for line in ended.stderr.splitlines() if line.startswith("fgoffload: ") and "runs on the CPU" not in line]
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """What the script computes without offload, started by this command."""
+    """Return the process and the result of the script without offload flags."""
     result = tmp_path_factory.mktemp("plain") / "result"
     ended = start(SCRIPT, *MODEL, "--result", str(result))
     assert ended.returncode == 0, ended.stderr
@@ -47,11 +47,11 @@ def read(result, rank=0):
     return json.loads(result.with_suffix(f".{rank}.json").read_text())
 
 
-def compute_of(found):
+def get_computed(found):
     return {name: found[name] for name in ("losses", "parameters")}
 
 
-def test_without_our_flags_the_script_runs_as_it_is_and_one_line_says_that_offload_is_off(plain):
+def test_without_our_flags_the_script_runs_unchanged_and_one_line_reports_offload_off(plain):
     ended, found = plain
     assert list_lines(ended) == [
         f"fgoffload: offload is off unless {SCRIPT} creates a Trainer of transformers. For Megatron-Core, add "
@@ -63,7 +63,7 @@ def test_without_our_flags_the_script_runs_as_it_is_and_one_line_says_that_offlo
     assert len(found["losses"]) == 4
 
 
-def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(plain, tmp_path):
+def test_with_our_flags_results_are_bitwise_identical_and_one_line_reports_offload(plain, tmp_path):
     ended = start(SCRIPT, *MODEL, *ON, *OURS, "--transformer-impl", "local", "--result", str(tmp_path / "result"))
     assert ended.returncode == 0, ended.stderr
     (line,) = list_lines(ended)
@@ -72,12 +72,11 @@ def test_with_them_it_computes_the_same_bits_and_one_line_says_what_was_applied(
         f"Megatron-Core {version('megatron-core')} is in "
     )
     found = read(tmp_path / "result")
-    assert compute_of(found) == compute_of(plain[1])
+    assert get_computed(found) == get_computed(plain[1])
     assert not found["switch"]
     assert found["environment"]["NVTE_CPU_OFFLOAD_V1"] is None
 
 
-# The model of the other parser, by flags that it has defaults for.
 REAL_PARSER = (
     "--hidden-size 16 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 --micro-batch-size 1 --lr 0.01 "
     "--train-iters 2 --vocab-size 32 --tokenizer-type NullTokenizer --transformer-impl local --no-masked-softmax-fusion "
@@ -86,20 +85,20 @@ REAL_PARSER = (
 
 
 @pytest.mark.parametrize("place", ["a wheel", "beside the script"])
-def test_a_script_with_megatrons_own_parser_computes_the_same_bits(place, plain, tmp_path):
+def test_a_script_with_megatrons_own_parser_is_bitwise_identical(place, plain, tmp_path):
     installed = Path(distribution("megatron-core").locate_file("megatron/training"))
     if not installed.exists():
-        pytest.skip("wheels have Megatron-LM's training code from megatron-core 0.18 on")
+        pytest.skip("wheels contain Megatron-LM's training code since megatron-core 0.18")
     script = shutil.copy(SCRIPT, tmp_path)
     if place != "a wheel":
         (tmp_path / "megatron").mkdir()
         (tmp_path / "megatron" / "training").symlink_to(installed)
     ended = start(script, *MODEL, *REAL_PARSER.split(), *ON, *OURS, "--result", str(tmp_path / "result"))
     assert ended.returncode == 0, ended.stderr
-    assert compute_of(read(tmp_path / "result")) == compute_of(plain[1])
+    assert get_computed(read(tmp_path / "result")) == get_computed(plain[1])
 
 
-def test_an_error_of_ours_is_one_line_with_code_2_before_the_script_starts(tmp_path):
+def test_invalid_offload_flags_exit_with_code_2_before_the_script_starts(tmp_path):
     ended = start(SCRIPT, *MODEL, *ON, "--offload-window", "1PB", "--result", str(tmp_path / "result"))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
@@ -107,7 +106,7 @@ def test_an_error_of_ours_is_one_line_with_code_2_before_the_script_starts(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_the_help_names_our_flags_and_loads_no_torch():
+def test_help_lists_our_flags_without_importing_torch():
     code = "import sys; sys.modules['torch'] = None; from fgoffload.cli import main; main(['run', '--help'])"
     ended = start(program=("-c", code))
     assert ended.returncode == 0, ended.stderr

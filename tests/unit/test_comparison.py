@@ -1,3 +1,5 @@
+"""Tests the comparison of runs with and without offload, and results merged over ranks."""
+
 import pytest
 
 from fgoffload.cli.comparison import RunRecord, merge_ranks
@@ -11,12 +13,12 @@ def make_step(losses=(1.0, 2.0), digests=None, seconds=0.1):
     return StepResult(losses=losses, gradient_digests=digests or {"a": "11", "b": "22"}, seconds=seconds)
 
 
-def test_a_loss_that_differs_in_the_last_bit_is_found_with_step_and_microbatch():
+def test_a_last_bit_loss_difference_is_located_by_step_and_microbatch():
     after = [make_step(), make_step(losses=(1.0, 2.0000000000000004))]
     assert find_differences([make_step(), make_step()], after) == {"losses": Difference(step=2, what="microbatch 2")}
 
 
-def test_the_first_parameter_whose_gradient_differs_is_named():
+def test_the_first_parameter_with_a_different_gradient_is_named():
     before = [make_step(), make_step(digests={"a": "11", "b": "22", "c": "33"})]
     after = [make_step(), make_step(digests={"a": "11", "b": "2x", "c": "3x"})]
     assert find_differences(before, after) == {"gradients": Difference(step=2, what="b")}
@@ -39,7 +41,7 @@ def make_stats(d2h_bytes):
     return StepStats(tags={"core_attn": tag}, window_waits=1, host_peak_bytes=d2h_bytes)
 
 
-def test_all_ranks_together_have_every_result_and_the_worst_of_memory_and_time():
+def test_merged_ranks_have_all_results_and_the_worst_memory_and_time():
     merged = merge_ranks(
         [
             make_rank((), {"a": "1"}, peak_bytes=10, seconds=3.0, allocator=7, stats=make_stats(5)),

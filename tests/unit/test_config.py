@@ -1,3 +1,5 @@
+"""Tests `OffloadConfig`: its fields, flags and errors."""
+
 import argparse
 from pathlib import Path
 
@@ -52,14 +54,14 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSALS, ids=[str(next(iter(fields.items()))) for fields, _ in REFUSALS])
-def test_a_value_that_cannot_be_is_refused_with_flag_value_limit_and_fix(fields, message):
+def test_invalid_values_are_rejected_with_flag_value_limit_and_fix(fields, message):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(**{"offload_modules": ("core_attn",), **fields})
     assert str(caught.value).startswith(message)
 
 
 @pytest.mark.parametrize(("tag", "module"), [("core_attn", "core_attn"), ("expert_fc1", "moe"), ("moe_act", "moe")])
-def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
+def test_a_tag_with_recomputed_tensors_is_rejected(tag, module):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
     assert str(caught.value) == (
@@ -68,7 +70,7 @@ def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
     )
 
 
-def test_every_flag_reaches_its_field():
+def test_every_flag_sets_its_config_field():
     flags = argparse.Namespace(
         fine_grained_activation_offloading=True,
         offload_modules=["core_attn", "attn_proj"],
@@ -91,7 +93,7 @@ def test_every_flag_reaches_its_field():
 
 
 @pytest.mark.parametrize("flag", ["offload_host_budget", "offload_window", "offload_prefetch", "offload_memory_budget"])
-def test_a_size_that_cannot_be_read_is_refused_with_its_flag(flag):
+def test_an_invalid_size_is_rejected_with_its_flag(flag):
     flags = argparse.Namespace(fine_grained_activation_offloading=True, offload_modules=["core_attn"], **{flag: "60PB"})
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_flags(flags)
@@ -108,5 +110,5 @@ def test_auto_excludes_megatrons_recompute_flags():
         config.check_recompute(("moe", "core_attn"))
 
 
-def test_a_plan_file_may_be_named_by_a_string():
+def test_a_plan_file_may_be_a_string():
     assert OffloadConfig(offload_modules=(), offload_plan="plan.json").offload_plan == Path("plan.json")

@@ -13,11 +13,11 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 pytestmark = pytest.mark.skipif(not needs_cpu_support(), reason="a GPU needs no CPU support")
 ABSENT = object()
-NEEDLESS = {
+ALREADY_SET = {
     "megatron.core.transformer.moe.moe_utils.te_general_gemm": None,
     "megatron.core.transformer.multi_latent_attention.HAVE_TE": False,
 }
-"""What newer versions set by themselves without Transformer Engine: the replacement is the same value."""
+"""Symbols that newer versions already set to the replacement without Transformer Engine."""
 
 
 def read_symbols(names: tuple[str, ...]) -> dict[str, object]:
@@ -51,13 +51,13 @@ def test_remove_restores_every_symbol(monkeypatch: pytest.MonkeyPatch) -> None:
     after = read_symbols(names)
 
     assert len(names) > 20
-    needed = [name for name in names if name not in NEEDLESS or before[name] is not NEEDLESS[name]]
+    needed = [name for name in names if name not in ALREADY_SET or before[name] is not ALREADY_SET[name]]
     assert [name for name in needed if during[name] is before[name]] == []
     assert [name for name in needed if again[name] is before[name]] == []
     assert [name for name in names if after[name] is not before[name]] == []
 
 
-def test_the_gpus_random_state_is_that_of_the_cpu() -> None:
+def test_the_gpu_random_state_uses_the_cpu_generator() -> None:
     random = load_module("megatron.core.tensor_parallel.random")
     with apply_cpu_support():
         torch.cuda.manual_seed(7)
@@ -72,7 +72,7 @@ def test_the_gpus_random_state_is_that_of_the_cpu() -> None:
     assert torch.equal(first, third)
 
 
-def test_a_missing_symbol_is_named_and_nothing_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_symbol_is_named_and_all_patches_are_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     random = load_module("megatron.core.tensor_parallel.random")
     monkeypatch.delattr(random, "_set_cuda_rng_state")
     zeros = torch.zeros
@@ -83,7 +83,7 @@ def test_a_missing_symbol_is_named_and_nothing_stays_replaced(monkeypatch: pytes
     assert torch.zeros is zeros
 
 
-def test_a_package_that_megatron_core_needs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_dependency_of_megatron_core_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_triton.py").write_text("raise ModuleNotFoundError(\"No module named 'triton'\", name='triton')")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(IntegrationError, match=r"No module named 'triton'\. Megatron-Core needs triton: pip install triton\."):

@@ -1,4 +1,4 @@
-"""Tests which tags and units each captured module contains, and which tags cannot be offloaded with it."""
+"""Tests the tags and units that each captured module contains, and the tags that cannot be offloaded with it."""
 
 import pytest
 
@@ -22,7 +22,7 @@ EVERYTHING = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
         (TRANSFORMER_ENGINE, ["attn"], True, ATTENTION | LAYER),
         (TRANSFORMER_ENGINE, ["attn", "mlp"], False, ATTENTION | DENSE | LAYER | {"mlp"}),
         (TRANSFORMER_ENGINE, ["attn", "mlp"], True, ATTENTION | LAYER),
-        # The unit moe runs the router again, and dispatch reads what the router was given.
+        # The unit moe recomputes the router, and dispatch reads the router's input.
         (TRANSFORMER_ENGINE, ["moe_router"], True, ROUTER | LAYER | {"moe", "dispatch"}),
         (TRANSFORMER_ENGINE, ["moe_router", "moe_preprocess"], False, LAYER),
         (TRANSFORMER_ENGINE, ["moe"], True, ROUTER | EXPERTS | LAYER | {"moe", "dispatch"}),
@@ -32,11 +32,11 @@ EVERYTHING = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
         (FULL_ITERATION, [], True, EVERYTHING),
     ],
 )
-def test_what_a_graph_holds(impl, modules, is_moe, captured):
+def test_captured_tags_and_units_of_each_module(impl, modules, is_moe, captured):
     assert find_captured(impl, modules, is_moe=is_moe) == captured
 
 
-def test_shared_experts_beside_the_exchange_are_outside_of_the_graph_of_the_router():
+def test_overlapped_shared_experts_are_outside_the_router_graph():
     assert "shared_expert" not in find_captured(TRANSFORMER_ENGINE, ["moe_router"], is_moe=True, has_shared_overlap=True)
     assert "shared_expert" in find_captured(TRANSFORMER_ENGINE, ["moe"], is_moe=True, has_shared_overlap=True)
 

@@ -1,4 +1,4 @@
-"""Tests that text becomes microbatches reproducibly, and that unsuitable text raises an error."""
+"""Tests reproducible microbatches of text, and the errors of unsuitable text."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ def make_arguments(*, seq_length=8, micro_batch_size=2, seed=1):
 BATCHES = make_arguments()
 
 
-def test_labels_are_the_bytes_after_the_tokens() -> None:
+def test_labels_are_the_next_bytes() -> None:
     batch = TextData(bytes(range(200)), name="x").get_microbatch(BATCHES, step=0, microbatch=0)
 
     assert batch.tokens.shape == batch.labels.shape == batch.loss_mask.shape == batch.position_ids.shape == (2, 8)
@@ -27,7 +27,7 @@ def test_labels_are_the_bytes_after_the_tokens() -> None:
     assert batch.loss_mask.sum() == 16
 
 
-def test_the_same_arguments_give_the_same_microbatch_and_others_another() -> None:
+def test_microbatches_depend_only_on_the_arguments() -> None:
     text = TextData(bytes(range(256)) * 40, name="x")
     first = text.get_microbatch(BATCHES, step=3, microbatch=1).tokens
     torch.manual_seed(5)
@@ -42,7 +42,7 @@ def test_the_same_arguments_give_the_same_microbatch_and_others_another() -> Non
     assert not any(torch.equal(first, other) for other in others)
 
 
-def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+def test_files_of_a_folder_are_read_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c.txt").write_bytes(b"third")
     (tmp_path / "b" / "a.txt").write_bytes(b"second, ")
@@ -54,7 +54,7 @@ def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
     assert bytes(text.get_microbatch(whole, step=0, microbatch=0).tokens[0].tolist()) == b"first, second, thirdfourt"
 
 
-def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
+def test_a_path_without_text_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty.txt").touch()
     with pytest.raises(ConfigError, match=r"--data .*missing does not exist. Use a text file"):
@@ -64,6 +64,6 @@ def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
             TextData.load(tmp_path / name)
 
 
-def test_a_text_shorter_than_a_sequence_is_refused() -> None:
+def test_a_text_shorter_than_one_sequence_is_rejected() -> None:
     with pytest.raises(ConfigError, match="--data x has 8 bytes, but --seq-length 8 needs 9"):
         TextData(b"12345678", name="x").check_length(8)

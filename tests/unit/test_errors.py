@@ -1,3 +1,5 @@
+"""Tests the error classes and the suggested budget."""
+
 import pytest
 
 from fgoffload import errors
@@ -14,17 +16,17 @@ TREE = {
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_each_error_has_the_bases_that_the_tree_names(name):
+def test_base_classes_of_errors(name):
     assert getattr(errors, name).__bases__ == TREE[name]
 
 
-def test_the_docstring_draws_every_error():
+def test_the_docstring_lists_every_error():
     assert [name for name in ("OffloadError", *TREE) if name not in (errors.__doc__ or "")] == []
 
 
 @pytest.mark.parametrize(
     ("least_bytes", "text"), [(1000, "1000B"), (2**20 - 1, "1048575B"), (58 * 2**30, "59392MiB"), (58 * 2**30 + 1, "59393MiB")]
 )
-def test_the_budget_to_give_is_one_that_people_write_and_never_less(least_bytes, text):
+def test_the_suggested_budget_is_rounded_up_to_a_readable_size(least_bytes, text):
     assert f"Use a budget of {text} or more, or" in str(errors.BudgetError("Why.", least_bytes))
     assert least_bytes <= parse_bytes(text, name="--budget") <= least_bytes * 1.001

@@ -1,4 +1,4 @@
-"""Tests that files are written completely or not at all."""
+"""Tests that files are written atomically."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "fgoffload"
 
 @contextlib.contextmanager
 def full_disk():
-    """Let the system refuse to write more than 10 bytes to a file."""
+    """Limit files to 10 bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
@@ -25,7 +25,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_leaves_the_older_file_and_nothing_else(tmp_path):
+def test_a_full_disk_keeps_the_old_file_and_leaves_no_other(tmp_path):
     path = tmp_path / "plan.json"
     write_file(path, "older")
     with full_disk(), pytest.raises(OSError, match="File too large"):
@@ -34,7 +34,7 @@ def test_a_full_disk_leaves_the_older_file_and_nothing_else(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_body_that_raises_leaves_the_older_file(tmp_path):
+def test_an_exception_in_the_body_keeps_the_old_file(tmp_path):
     def fail(partial):
         assert partial.suffix == ".png"
         partial.write_text("half")
@@ -48,7 +48,7 @@ def test_a_body_that_raises_leaves_the_older_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_every_file_of_the_package_is_written_that_way():
+def test_the_package_writes_files_only_atomically():
     writes = re.compile(r"""\.write_(text|bytes)\(|savefig\(|export_chrome_trace\(|json\.dump\(|open\(.*["'][wax]b?["']""")
     found = [
         f"{path.relative_to(PACKAGE)}: {line.strip()}"
@@ -59,7 +59,7 @@ def test_every_file_of_the_package_is_written_that_way():
     assert found == []
 
 
-def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
+def test_symlinks_and_file_modes_are_preserved(tmp_path):
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("older")
     target.chmod(0o640)
@@ -68,7 +68,7 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(tmp_path):
     assert (link.is_symlink(), target.read_text(), stat.S_IMODE(target.stat().st_mode)) == (True, "newer", 0o640)
 
 
-def test_a_special_file_is_written_to_and_not_replaced(tmp_path):
+def test_a_special_file_is_written_in_place(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -78,7 +78,7 @@ def test_a_special_file_is_written_to_and_not_replaced(tmp_path):
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
-def test_a_check_leaves_no_file_and_says_what_writing_would(tmp_path):
+def test_check_writable_raises_like_a_write_and_leaves_no_file(tmp_path):
     check_writable(tmp_path / "plan.json")
     with pytest.raises(FileNotFoundError):
         check_writable(tmp_path / "none" / "plan.json")

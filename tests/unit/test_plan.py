@@ -1,3 +1,5 @@
+"""Tests `OffloadPlan`: JSON, fractions, and the checks of a plan file."""
+
 import json
 
 import pytest
@@ -32,7 +34,7 @@ def test_a_plan_survives_a_round_trip_through_json(plan):
     ("fraction", "count", "offloaded"),
     [(0.9, 10, 9), (0.8, 10, 8), (0.29, 100, 29), (0.0, 10, 0), (1.0, 10, 10), (0.5, 3, 1), (0.7, 0, 0), (0.999, 1, 0)],
 )
-def test_a_fraction_offloads_exactly_that_many_sites_and_no_part_of_one(fraction, count, offloaded):
+def test_a_fraction_offloads_a_whole_number_of_sites(fraction, count, offloaded):
     plan = OffloadPlan.from_fraction(make_sites(count), fraction)
     assert plan.count(Action.OFFLOAD) == offloaded
     assert plan.count(Action.KEEP) == count - offloaded
@@ -40,7 +42,7 @@ def test_a_fraction_offloads_exactly_that_many_sites_and_no_part_of_one(fraction
 
 @settings(deadline=None)
 @given(count=st.integers(0, 60), fraction=st.floats(0, 1))
-def test_the_sites_that_a_fraction_keeps_are_the_last_of_forward(count, fraction):
+def test_a_fraction_keeps_the_last_sites_of_forward(count, fraction):
     sites = make_sites(count)
     plan = OffloadPlan.from_fraction(sites, fraction)
     offloaded = plan.count(Action.OFFLOAD)
@@ -55,7 +57,7 @@ MADE_FOR = {"num_layers": 4, "hidden_size": 128, FP8_RECIPE: "delayed", MICROBAT
     [{}, MADE_FOR, {"num_layers": 4, "others": 7}, {TOKENS: 512}, {TOKENS: 256, MICROBATCHES: 1}],
     ids=lambda found: str(len(found)),
 )
-def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_microbatches(found):
+def test_a_plan_is_valid_for_its_training_and_for_fewer_or_smaller_microbatches(found):
     OffloadPlan(actions={}, made_for=MADE_FOR).check_made_for(found)
     OffloadPlan(actions={}).check_made_for(found)
 
@@ -68,7 +70,7 @@ def test_a_plan_may_be_used_for_what_it_was_made_for_and_for_fewer_and_smaller_m
         ({MICROBATCHES: 4}, "microbatches 3, but this training run has 4"),
     ],
 )
-def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_difference(found, difference):
+def test_a_plan_for_another_training_is_rejected_with_the_first_difference(found, difference):
     with pytest.raises(
         PlanError, match=rf"^The plan was made for {difference}\. Plan again for this run, or delete `made_for` from"
     ):
@@ -76,13 +78,13 @@ def test_a_plan_that_was_made_for_something_else_is_refused_with_the_first_diffe
 
 
 @pytest.mark.parametrize(("document", "found"), [({}, "None"), ([], "None"), ({"format": 2, "sites": []}, "2"), ("x", "None")])
-def test_a_plan_of_another_format_is_refused_with_both_formats(document, found):
+def test_another_plan_format_is_rejected_with_both_formats(document, found):
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps(document), source="plan.json")
     assert str(caught.value) == f"plan.json is a plan of format {found}; this version reads format {FORMAT}. Plan again."
 
 
-def test_a_plan_with_what_no_plan_has_is_refused():
+def test_an_unknown_plan_key_is_rejected():
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [], "loss_window": 5}), source="plan.json")
     assert str(caught.value) == (
@@ -101,7 +103,7 @@ def test_a_plan_with_what_no_plan_has_is_refused():
         {"chunk": 0, "layer": 1, "tag": "core_attn", "action": "drop"},
     ],
 )
-def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
+def test_an_invalid_site_is_rejected_with_its_row(row):
     good = {"chunk": 0, "layer": 0, "tag": "core_attn", "action": "offload"}
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps({"format": FORMAT, "sites": [good, row]}), source="plan.json")
@@ -111,7 +113,7 @@ def test_a_row_that_is_no_site_is_refused_with_its_number_and_content(row):
     )
 
 
-def test_a_site_that_is_named_twice_is_refused():
+def test_a_duplicate_site_is_rejected():
     row = {"chunk": 0, "layer": 3, "tag": "core_attn", "action": "offload"}
     text = json.dumps({"format": FORMAT, "sites": [row, {**row, "action": "keep"}]})
     with pytest.raises(PlanError, match=r"plan.json: row 1 of `sites` repeats layers\.3\.core_attn of chunk 0\. Remove"):

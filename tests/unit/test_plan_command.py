@@ -1,4 +1,4 @@
-"""Tests `fgoffload plan`: its tables, its files, and one error per bad input."""
+"""Tests `fgoffload plan`: tables, files and errors."""
 
 import json
 import re
@@ -32,34 +32,34 @@ def config(tmp_path):
 
 
 def write_config(folder, **changes):
-    """Return the path of a file with the model of `CONFIG` and `changes`."""
+    """Write `CONFIG` with `changes` and return the path."""
     path = folder / "config.json"
     path.write_text(json.dumps(CONFIG | changes), encoding="utf-8")
     return str(path)
 
 
 def plan(capsys, *words):
-    """Return the exit code, and what was printed on either stream."""
+    """Run `fgoffload plan` and return its exit code, stdout and stderr."""
     code = main(["plan", *words])
     shown = capsys.readouterr()
-    assert ("~:" in shown.out) == bool(re.search(r"│ +~\d", shown.out))  # a footnote only for marks in the table
+    assert ("~:" in shown.out) == bool(re.search(r"│ +~\d", shown.out))  # the footnote appears only with a mark in the table
     return code, shown.out, shown.err
 
 
 def find_row(text, name):
-    """Return the cells of the row of a table that begins with `name`."""
+    """Return the cells of the table row that begins with `name`."""
     row = next(line for line in text.splitlines() if line.startswith(f"│ {name} "))
     return [cell.strip() for cell in row.strip("│").split("│")]
 
 
-def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
+def test_plan_from_config_json_fits_the_budget(capsys, config, tmp_path):
     path = tmp_path / "plan.json"
     words = ("--gpu", "h100", "--pp", "2", "--ep", "8", "--num-gpus", "16", "--global-batch-size", "64")
     code, out, err = plan(capsys, config, *words, "--offload-memory-budget", "15GiB", "--json", str(path), "--offload-modules")
     assert code == 0
-    nothing, chosen = find_row(out, "baseline"), find_row(out, "this plan")
-    assert (nothing[-1], chosen[-1]) == ("no", "yes")
-    assert float(chosen[1].split()[0]) <= 15 < float(nothing[1].split()[0])
+    baseline, chosen = find_row(out, "baseline"), find_row(out, "this plan")
+    assert (baseline[-1], chosen[-1]) == ("no", "yes")
+    assert float(chosen[1].split()[0]) <= 15 < float(baseline[1].split()[0])
     assert str(path) in out
     assert re.search(r"With Megatron's own flags, .*, with a peak of 1.\... GiB:", out)
     assert "the planner ignores --offload-modules, since it chooses what to offload and recompute." in err
@@ -71,24 +71,24 @@ def test_a_config_json_is_planned_within_the_budget(capsys, config, tmp_path):
     assert set(written.actions.values()) - {Action.KEEP}
     expected = {"num_layers": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "tokens": 4096}
     assert written.made_for.items() >= expected.items()
-    # What a training does not look at would be taken for equal.
+    # Training compares only these facts, so it would ignore any other.
     assert set(written.made_for) <= {*read_facts(None), TOKENS, MICROBATCHES}
 
 
-def test_a_model_that_no_plan_fits_is_shown_by_rank_with_layouts_that_fit(capsys, tmp_path):
+def test_without_a_feasible_plan_memory_per_rank_and_feasible_layouts_are_shown(capsys, tmp_path):
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
     assert "does not set the number of GPUs, so 1 is assumed. Set it with --num-gpus.\n" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
-    for layout in layouts:  # each is planned
+    for layout in layouts:  # each has a plan
         code, _, err = plan(capsys, config, "--gpu", "l40s", *layout.split())
         assert code == 0
         assert "1 is assumed" not in err
 
 
-def test_an_error_names_a_budget_that_a_plan_is_found_for(capsys, tmp_path):
+def test_the_budget_suggested_by_an_error_has_a_plan(capsys, tmp_path):
     config = write_config(tmp_path, num_hidden_layers=2)
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "32")
     code, _, error = plan(capsys, *words, "--offload-memory-budget", "6GiB")
@@ -97,7 +97,7 @@ def test_an_error_names_a_budget_that_a_plan_is_found_for(capsys, tmp_path):
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 
 
-def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(capsys, config, tmp_path):
+def test_a_hardware_file_supplies_missing_rates(capsys, config, tmp_path):
     path = tmp_path / "mine.json"
     link = {"d2h_bytes_per_s": 25e9, "h2d_bytes_per_s": 25e9}
     path.write_text(json.dumps({"base": "ascend-910b", "device_memory_bytes_per_s": 1e12, "link": link}), encoding="utf-8")
@@ -107,7 +107,7 @@ def test_a_device_without_public_figures_is_planned_with_a_file_that_has_them(ca
     assert "no nvlink_bytes_per_s (assuming 25 GB/s, as over PCIe)" in err
 
 
-def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, monkeypatch):
+def test_a_sweep_prints_and_plots_the_frontier(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(plan_command, "SWEEP_POINTS", 2)
     picture = tmp_path / "frontier.png"
     config = write_config(tmp_path, model_type="llama", num_hidden_layers=1)
@@ -125,7 +125,7 @@ def test_a_sweep_shows_the_frontier_and_writes_its_picture(capsys, tmp_path, mon
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_long_search_says_so(capfd, config, monkeypatch):
+def test_a_long_search_prints_a_progress_line(capfd, config, monkeypatch):
     def plan_slowly(*args, real=plan_report.plan_ranks, **options):
         time.sleep(0.05)
         return real(*args, **options)
@@ -136,7 +136,7 @@ def test_a_long_search_says_so(capfd, config, monkeypatch):
     assert (code, "planning" in out, "fgoffload: planning ...\n" in err) == (0, False, True)
 
 
-def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
+def test_timeline_and_plot_are_written(capsys, config, tmp_path):
     trace, picture = tmp_path / "trace.json", tmp_path / "plan.png"
     words = ("--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "16", "--offload-memory-budget", "24GiB")
     code, _, _ = plan(capsys, config, *words, "--timeline", str(trace), "--plot", str(picture))
@@ -146,7 +146,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ((), "MODEL is missing"),
         (("no_such.sh", "--gpu", "h100"), "'no_such.sh' does not exist"),
@@ -174,24 +174,24 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--sweep", "--timeline", "t.json"), "--sweep plans for many budgets, but --timeline is for"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(capsys, words, says):
+def test_bad_input_exits_with_code_2_and_one_line(capsys, words, message):
     code, out, err = plan(capsys, *words)
     assert (code, out) == (2, "")
     err = err.removeprefix("fgoffload: planning ...\n")  # on a slow machine
     assert err.startswith("fgoffload: error: ")
-    assert says in err
+    assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path):
+def test_training_accepts_a_plan_with_cuda_graphs(capsys, tmp_path):
     path, source = tmp_path / "plan.json", str(ROOT / "arguments" / "launch_bound_graphs.sh")
-    # Less than what the experts alone can free: attention leaves from inside of its graphs too.
+    # Offloading the experts alone does not fit this budget, so attention inside its graphs is offloaded, too.
     words = (source, "--gpu", "h100", "--no-optimizer", "--offload-memory-budget", "17.2GiB", "--json", str(path))
     code, out, err = plan(capsys, *words)
     assert code == 0
     assert err.count("a plan does not count unused memory in CUDA graph pools") == err.count("warning: ") == 1
     assert "Selective recompute is --recompute-modules moe_act." in out  # no layernorm, which is captured
-    assert "--offload-modules auto" not in out  # which steps with graphs cannot measure
+    assert "--offload-modules auto" not in out  # auto cannot measure steps with CUDA graphs
     written = OffloadPlan.load(path)
     assert "core_attn" in written.offloaded_tags
     values = {"num_moe_experts": 16, "cuda_graph_impl": "transformer_engine"}
@@ -203,38 +203,38 @@ def test_a_plan_beside_graphs_is_one_that_the_training_accepts(capsys, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--gpu", "h100", "--json", "./model.sh"), "--json './model.sh' is the model, and would be overwritten. Use"),
         (("--profile", "p.json", "--json", "p.json"), "--json 'p.json' is the --profile file"),
     ],
 )
-def test_a_file_that_is_read_is_not_written_over(capsys, monkeypatch, tmp_path, words, says):
+def test_input_files_are_not_overwritten(capsys, monkeypatch, tmp_path, words, message):
     monkeypatch.chdir(tmp_path)
     texts = {"model.sh": Path(LLAMA).read_text(encoding="utf-8"), "p.json": "{}", "h.json": '{"base": "h100"}'}
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
     code, out, err = plan(capsys, "model.sh", *words)
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
     assert {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()} == texts
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--json", "none/plan.json"), "--json 'none/plan.json' cannot be written: No such file or directory."),
         (("--plot", "file/plan.png"), "--plot 'file/plan.png' cannot be written: Not a directory."),
         (("--plot", "plan.bmpx"), "--plot 'plan.bmpx' has an unsupported image format. Use one of "),
     ],
 )
-def test_files_that_cannot_be_written_are_refused_before_the_plan_is_made(capsys, tmp_path, monkeypatch, words, says):
+def test_unwritable_files_are_rejected_before_planning(capsys, tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     monkeypatch.setattr(model_shapes, "read_model_file", fail)
     code, out, err = plan(capsys, LLAMA, "--gpu", "h100", *words)
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
 
 
 def fail(*_, **__):
@@ -242,7 +242,7 @@ def fail(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         ("qwen3_30b_a3b --gpu h100 --num-gpus 8 --pp 1 --ep 8 --seq-length 32768", "Would fit: --num-gpus 8 --tp "),
         ("mixtral_8x7b --gpu a100 --num-gpus 16 --global-batch-size 128", "Would fit: --num-gpus 16 --tp 1 --pp 2 "),
@@ -254,9 +254,9 @@ def fail(*_, **__):
         ("llama3_8b --gpu h100 --num-gpus 1 --tp 1 --cp 1 --optimizer-cpu-offload", "Offload: "),
     ],
 )
-def test_situations_of_users_get_an_answer(capsys, words, says):
+def test_commands_from_user_reports(capsys, words, message):
     code, out, _ = plan(capsys, *words.split())
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)[:1]
-    assert says in out
+    assert message in out
     assert code == (2 if layouts else 0)
-    assert all(plan(capsys, *words.split(), *layout.split())[0] == 0 for layout in layouts)  # typed behind the same command
+    assert all(plan(capsys, *words.split(), *layout.split())[0] == 0 for layout in layouts)  # appended to the same command

@@ -1,4 +1,4 @@
-"""Tests `fgoffload plan --profile`: a plan for the measured model, and an error for any other."""
+"""Tests `fgoffload plan --profile`: plans for the measured training run, and errors for any other."""
 
 import dataclasses
 import json
@@ -29,10 +29,10 @@ def write_arguments(path, flags):
 
 
 def make_profile(arguments, typed=()):
-    """Return a profile of the training in a file, with the times and bytes of the table: as if it had been measured."""
+    """Return a profile of the training run in a file, with times and bytes of the hardware table as the measurement."""
     model, parallelism = read_model_file(arguments, typed=typed)
     measured = []
-    assumptions = Assumptions(efficiency=Efficiency(host_s_per_launch=3e-6))  # of a host in time
+    assumptions = Assumptions(efficiency=Efficiency(host_s_per_launch=3e-6))  # not launch-bound
     for rank in build_ranks(model, parallelism, get_hardware("h100"), assumptions=assumptions):
         chunks = [
             dataclasses.replace(
@@ -84,16 +84,16 @@ def find_row(text, name):
     return next(line for line in text.splitlines() if line.startswith(f"│ {name} ")).split()
 
 
-def test_the_measured_training_is_planned_for(capsys, arguments, profile):
+def test_the_measured_training_run_is_planned(capsys, arguments, profile):
     code, out, err = plan(capsys, arguments, "--profile", str(profile), *BUDGET)
     assert code == 0
-    # What flags leave out is warned of once, for the plan: those of the profile are the same.
+    # The plan warns once about missing flags. The profile has the same flags and causes no second warning.
     assert err.count("without --moe-token-dispatcher-type") == 1
     assert "profile.json" not in err
     assert "model: 4 layers, tp 1 pp 1, 1 x A device, profiled with an optimizer" in out
 
 
-def test_graphs_are_planned_for_from_a_profile_of_eager_steps(capsys, arguments, profile, tmp_path):
+def test_cuda_graphs_are_planned_from_an_eager_profile(capsys, arguments, profile, tmp_path):
     path = tmp_path / "plan.json"
     graphs = ("--cuda-graph-impl", "transformer_engine", "--cuda-graph-modules", "attn", "moe_router")
     words = (arguments, "--profile", str(profile), "--offload-memory-budget", "5.95GiB", "--json", str(path))
@@ -109,7 +109,7 @@ def test_graphs_are_planned_for_from_a_profile_of_eager_steps(capsys, arguments,
     assert not recomputed[1] & captured
 
 
-def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
+def test_a_reserve_is_added_to_the_measured_memory(capsys, arguments, profile):
     words = (arguments, "--profile", str(profile), "--offload-memory-budget", "16GiB")
     shown = (plan(capsys, *words, *more)[1] for more in ((), ("--reserve", "3GiB")))
     without, with_it = (float(find_row(text, "baseline")[3]) for text in shown)
@@ -117,7 +117,7 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "message"),
     [
         (("--num-layers", "8", "--moe-layer-freq", "[0]+[1]*7"), "layers 4, but"),
         (("--seq-length", "1024"), "seq_length 2048, but"),
@@ -126,16 +126,16 @@ def test_a_reserve_is_added_to_what_was_measured(capsys, arguments, profile):
         (("--no-optimizer",), "has_optimizer True, but"),
     ],
 )
-def test_another_training_is_refused_with_the_first_difference(capsys, arguments, profile, words, says):
+def test_another_training_run_is_rejected_with_the_first_difference(capsys, arguments, profile, words, message):
     code, out, err = plan(capsys, arguments, "--profile", str(profile), *BUDGET, *words)
     assert (code, out) == (2, "")
-    assert says in err
+    assert message in err
     assert err.count("error: ") == 1
 
 
-def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_path, arguments, profile):
+def test_incomplete_profiles_are_rejected_with_the_command_to_measure(capsys, tmp_path, arguments, profile):
     document = json.loads(profile.read_text(encoding="utf-8"))
-    for change, says in (
+    for change, message in (
         ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
         ({"training": None}, "does not contain the flags of the measured run. Measure again: fgoffload profile"),
         ({"ranks": [], "training": None}, "has only the link, measured on 'A device', which is not in the hardware"),
@@ -144,11 +144,11 @@ def test_files_that_say_too_little_are_refused_with_how_to_measure(capsys, tmp_p
         path.write_text(json.dumps(document | change), encoding="utf-8")
         code, _, err = plan(capsys, arguments, "--profile", str(path), *BUDGET)
         assert code == 2
-        assert says in err
+        assert message in err
 
 
 def write_link(path, *, device="CPU", rates=(25e9, 24e9, 12e9), small=1e9):
-    """Write a profile of the link alone, as `fgoffload profile` without a file does: small copies, and large ones."""
+    """Write a link-only profile with small and large copies, like `fgoffload profile` without a file."""
     sizes = {2**16: (small,) * 3, 2**28: rates}
     copies = tuple(
         CopyRate(size_bytes=size, d2h_bytes_per_s=d2h, h2d_bytes_per_s=h2d, duplex_bytes_per_s=duplex)
@@ -159,18 +159,18 @@ def write_link(path, *, device="CPU", rates=(25e9, 24e9, 12e9), small=1e9):
     return str(path)
 
 
-def test_a_link_that_was_measured_takes_the_place_of_the_tables_and_of_nothing_else(capsys, tmp_path, arguments):
+def test_a_measured_link_replaces_only_the_link_of_the_hardware_table(capsys, tmp_path, arguments):
     words = (arguments, "--gpu", "h100", "--offload-memory-budget", "12GiB")
-    of_table, of_link = (plan(capsys, *words, *more)[1] for more in ((), ("--profile", write_link(tmp_path / "link.json"))))
-    said = "measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way at once"
-    assert said in " ".join(of_link.split())
-    assert "Link: " not in of_table
-    for name in ("baseline", "full recompute"):  # nothing leaves, so that the link is not used
-        assert find_row(of_link, name) == find_row(of_table, name)
-    assert find_row(of_link, "offload everything") != find_row(of_table, "offload everything")
+    table, measured = (plan(capsys, *words, *more)[1] for more in ((), ("--profile", write_link(tmp_path / "link.json"))))
+    source = "measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way at once"
+    assert source in " ".join(measured.split())
+    assert "Link: " not in table
+    for name in ("baseline", "full recompute"):  # these offload nothing, so they do not use the link
+        assert find_row(measured, name) == find_row(table, name)
+    assert find_row(measured, "offload everything") != find_row(table, "offload everything")
 
 
-def test_a_device_is_refused_with_the_profile_of_a_training_run(capsys, arguments, profile):
+def test_a_device_and_a_training_profile_exclude_each_other(capsys, arguments, profile):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
     assert f"--gpu and --profile {profile} both set the device, since the profile is of a training run. Use only one" in err

@@ -1,3 +1,5 @@
+"""Tests scripts run by `fgoffload run`: arguments, environment, exit codes and tracebacks."""
+
 import sys
 
 import pytest
@@ -9,8 +11,8 @@ from fgoffload.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def _python_shows_exceptions(monkeypatch):
-    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's, set by an earlier test, names the rank in each line
+def _default_excepthook(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch replaces it if an earlier test imported it
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def script(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "said"),
+    ("text", "code", "stderr"),
     [
         ("", 0, ""),
         ("import sys; sys.exit()", 0, ""),
@@ -33,12 +35,12 @@ def script(tmp_path):
         ("raise SystemExit(True)", 1, ""),
     ],
 )
-def test_the_exit_code_is_the_scripts(script, capsys, text, code, said):
+def test_exit_code_and_stderr_match_the_script(script, capsys, text, code, stderr):
     assert run_script(script(text), []) == code
-    assert capsys.readouterr().err == said
+    assert capsys.readouterr().err == stderr
 
 
-def test_a_script_sees_what_python_would_give_it(script, capsys):
+def test_a_script_sees_the_same_globals_and_argv_as_under_python(script, capsys):
     path = script("import sys; print(__name__, __file__, sys.argv, sys.modules['__main__'].__file__)")
     before = list(sys.argv)
     assert run_script(path, ["--a", "b"]) == 0
@@ -46,17 +48,17 @@ def test_a_script_sees_what_python_would_give_it(script, capsys):
     assert sys.argv == before
 
 
-def test_an_exception_is_shown_with_the_scripts_own_traceback(script, capsys):
+def test_tracebacks_contain_only_frames_of_the_script(script, capsys):
     path = script("def train():\n    raise IndexError('own')\n\ntrain()\n")
     assert run_script(path, []) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f'Traceback (most recent call last):\n  File "{path}", line 4, in <module>\n')
-    assert said.endswith("IndexError: own\n")
-    assert "runpy" not in said
-    assert "fgoffload" not in said
+    err = capsys.readouterr().err
+    assert err.startswith(f'Traceback (most recent call last):\n  File "{path}", line 4, in <module>\n')
+    assert err.endswith("IndexError: own\n")
+    assert "runpy" not in err
+    assert "fgoffload" not in err
 
 
-def test_a_single_process_gets_what_megatron_asks_for():
+def test_a_single_process_gets_the_variables_that_megatron_reads():
     environment = {"PATH": "x"}
     assert set_up_process(environment) == 0
     port = environment.pop("MASTER_PORT")
@@ -79,13 +81,13 @@ def test_a_single_process_gets_what_megatron_asks_for():
         ({"RANK": "zero", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='zero', which is not a number"),
     ],
 )
-def test_an_environment_that_a_launcher_left_half_is_refused(environment, message):
+def test_an_incomplete_launcher_environment_is_rejected(environment, message):
     with pytest.raises(ConfigError) as caught:
         set_up_process(environment)
     assert message in str(caught.value)
 
 
-def test_words_before_two_dashes_are_torchruns(script):
+def test_arguments_before_a_double_dash_go_to_torchrun(script):
     path = script("")
     request = read_request(["--nproc-per-node", "2", "--", path, "--a", "--", "b"])
     assert (request.torchrun_options, request.script) == (("--nproc-per-node", "2"), path)
@@ -101,7 +103,7 @@ def test_words_before_two_dashes_are_torchruns(script):
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Pass a Python training script"),
     ],
 )
-def test_words_without_a_script_are_refused(words, message):
+def test_arguments_without_a_script_are_rejected(words, message):
     with pytest.raises(ConfigError) as caught:
         read_request(words)
     assert message in str(caught.value)

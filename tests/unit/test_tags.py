@@ -1,3 +1,5 @@
+"""Tests the registry of tags, and the recompute units."""
+
 import re
 
 import pytest
@@ -14,11 +16,11 @@ NAMES = (
 )
 
 
-def test_the_default_tags_come_in_the_order_of_a_layers_forward():
+def test_default_tags_are_in_forward_order():
     assert default_tags().names == NAMES
 
 
-def test_a_tag_of_your_own_comes_last_and_changes_no_other_registry():
+def test_a_custom_tag_is_appended_to_a_copy_of_the_registry():
     before = default_tags()
     after = before.with_tag(Tag(name="my_router", saves="router logits"))
     assert after.names == (*NAMES, "my_router")
@@ -26,20 +28,20 @@ def test_a_tag_of_your_own_comes_last_and_changes_no_other_registry():
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a-b", "1a"])
-def test_a_tag_name_that_is_not_one_word_is_refused(name):
+def test_a_tag_name_that_is_not_one_word_is_rejected(name):
     with pytest.raises(ConfigError) as caught:
         Tag(name=name, saves="x")
     assert str(caught.value) == f"tag name {name!r} is not one word. Use letters, digits and underscores."
 
 
-def test_tags_of_modules_that_do_each_others_work_are_refused_together():
+def test_tags_of_mutually_exclusive_modules_are_rejected():
     with pytest.raises(
         ConfigError, match=re.escape("--offload-modules lists 'fused_group_mlp' and 'moe_act', but a model has only one")
     ):
         default_tags().check(["moe_act", "fused_group_mlp"])
 
 
-def test_every_unit_of_recompute_covers_tags_or_units_that_exist():
+def test_recompute_units_refer_to_existing_tags_or_units():
     known = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
     assert {name for unit in RECOMPUTE_UNITS for name in (*unit.covers, *unit.excludes)} <= known
     assert find_recompute_unit("layer") is RECOMPUTE_UNITS[0]

@@ -1,4 +1,4 @@
-"""Tests the decisions of the schedule on lanes that consist only of states and bytes."""
+"""Tests the decisions of the transfer schedule on toy lanes, which have only states and bytes."""
 
 import pytest
 
@@ -11,7 +11,7 @@ NBYTES = 100
 
 
 class ToyLane(ScheduledLane[ScheduledGroup, str]):
-    """Groups of 100 bytes for each letter of their names; equal letters are one storage."""
+    """A lane of named groups. Each letter of a name is a storage of 100 bytes, and groups share storages of equal letters."""
 
     def __init__(self, *names, state=OFFLOADED):
         super().__init__()
@@ -33,14 +33,14 @@ class ToyLane(ScheduledLane[ScheduledGroup, str]):
         return NBYTES * len(remaining)
 
     def execute(self, decisions):
-        """Return what was cancelled and what reloaded, in order, an entry for each decision."""
-        done = []
+        """Return the cancelled and the reloaded storages of each decision, in order."""
+        executed = []
         for decision in decisions:
             states = decision.lane.states
             states.update(dict.fromkeys(decision.cancelled, SavedState.RESIDENT))
             states.update(dict.fromkeys(decision.reloaded, SavedState.RELOADED))
-            done.append(("".join(decision.cancelled), "".join(decision.reloaded)))
-        return done
+            executed.append(("".join(decision.cancelled), "".join(decision.reloaded)))
+        return executed
 
 
 def make_schedule(*, prefetch):
@@ -48,7 +48,7 @@ def make_schedule(*, prefetch):
 
 
 def reach(schedule, lane, position):
-    """Backward comes to a group: return what is decided."""
+    """Let backward reach a group, and return the decisions."""
     group = lane.groups[position]
     schedule.enter(lane)
     lane.leave(group.end_position)
@@ -76,37 +76,37 @@ def test_a_storage_shared_by_two_groups_is_cancelled_and_counted_once():
     assert [group.ahead_bytes for group in lane.groups] == [NBYTES, 2 * NBYTES, 0]
 
 
-def test_groups_that_backward_has_reached_or_left_do_not_count_as_ahead():
+def test_groups_that_backward_has_passed_do_not_count_as_ahead():
     lane, schedule = ToyLane("a", "b", "c", "d"), make_schedule(prefetch=3 * NBYTES)
     reach(schedule, lane, 3)
     assert lane.ahead_bytes == 3 * NBYTES
-    reach(schedule, lane, 1)  # nobody took what the third group saved
+    reach(schedule, lane, 1)  # nobody unpacked the third group
     assert lane.ahead_bytes == NBYTES
 
 
 def test_reloads_in_a_kept_layer_fit_into_the_memory_that_backward_has_released():
     lane, schedule = ToyLane("a", "b"), make_schedule(prefetch=2 * NBYTES)
     found = [lane.execute(schedule.release(lane, size)) for size in (NBYTES - 1, 1, NBYTES, 0, 7)]
-    # What is taken now is let go of when the next one is.
+    # Backward frees an unpacked storage when it unpacks the next one.
     assert found == [[], [], [("", "b")], [("", "a")], []]
     assert lane.released_bytes == 2 * NBYTES
 
 
-def test_before_a_backward_the_last_groups_in_flight_are_cancelled_as_a_whole():
+def test_before_a_backward_the_last_groups_in_flight_are_cancelled_in_one_decision():
     lane, schedule = ToyLane("a", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.states["a"] = OFFLOADED
     assert lane.execute(schedule.expect_backward(lane)) == [("cb", "")]
     assert (lane.remaining, lane.ahead_bytes) == (1, 2 * NBYTES)
 
 
-def test_before_a_backward_cancelling_stops_at_a_group_that_was_not_submitted():
+def test_before_a_backward_cancelling_stops_at_an_unsubmitted_group():
     lane, schedule = ToyLane("ab", "b", "c", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.close(lane.groups[1], is_held=True)
     assert lane.list_held() == [lane.groups[1]]
     assert lane.execute(schedule.expect_backward(lane)) == [("c", "")]
 
 
-def test_a_later_forward_puts_cancelled_groups_behind_its_own():
+def test_a_later_forward_resets_the_groups_ahead_after_cancelling():
     lane, schedule = ToyLane("a", "b", state=OFFLOADING), make_schedule(prefetch=9 * NBYTES)
     lane.execute(schedule.expect_backward(lane))
     lane.open(ScheduledGroup(2))
@@ -132,14 +132,14 @@ def test_the_first_unpack_is_found_if_the_group_was_reloaded_from_inside_its_reg
 
 def test_a_group_that_ends_after_a_later_group_is_reached_at_its_end():
     lane, schedule = ToyLane("a", "b", "c"), make_schedule(prefetch=0)
-    lane.close(lane.groups[1], is_held=False)  # as a norm does that ends behind attention
-    assert reach(schedule, lane, 1) == []  # what backward takes is called back one by one
+    lane.close(lane.groups[1], is_held=False)  # like the group of a norm, which ends after attention
+    assert reach(schedule, lane, 1) == []  # until then, unpacked storages are reloaded one at a time
     assert (lane.end, lane.remaining) == (3, 3)
     assert reach(schedule, lane, 2) == [("", "c")]
     assert reach(schedule, lane, 0) == [("", "a")]
 
 
-def test_groups_are_dropped_when_backward_leaves_the_next_group():
+def test_groups_are_dropped_when_backward_has_passed_the_next_group():
     lane = ToyLane("a", "b", "c")
     first, second, third = lane.groups
     assert [lane.leave(position) for position in (3, 2, 1, 1, 0)] == [[], [], [third], [], [second]]
@@ -170,40 +170,40 @@ def test_the_last_groups_of_an_announced_lane_are_prefetched_during_a_forward():
     assert schedule.announce(lane, during=None) == []
     assert [lane.execute(schedule.look_ahead()) for _ in range(2)] == [[("", "dc")], []]
     assert all(lane.is_first_unpack(group, is_offloaded=False) for group in lane.groups[2:])
-    assert reach(schedule, lane, 3) == [("", "b")]  # and nothing is late
+    assert reach(schedule, lane, 3) == [("", "b")]  # without waiting
 
 
 def test_bytes_ahead_in_the_current_and_the_next_lane_count_together():
     lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x", "yz"), make_schedule(prefetch=2 * NBYTES)
     schedule.announce(other, during=lane)
-    # Not while a group of the lane itself is away, and then what fits beside what is ahead in it.
+    # The other lane is prefetched only once all groups of this lane are reloaded, into the rest of the prefetch.
     assert reach(schedule, lane, 2) == [("", "c"), ("", "ba")]
     assert reach(schedule, lane, 1) == []
     assert (lane.ahead_bytes, other.ahead_bytes) == (NBYTES, 0)
     assert reach(schedule, lane, 0) == [("", "yz")]
-    assert schedule.announce(None, during=other) == []  # its turn: what came back was not in discarded
+    assert schedule.announce(None, during=other) == []  # its backward begins: its reloads are not discarded
     assert other.states == {"x": OFFLOADED, "y": SavedState.RELOADED, "z": SavedState.RELOADED}
 
 
-def test_an_announcement_reloads_no_group_in_flight_or_larger_than_the_prefetch():
-    large, leaving, held, schedule = ToyLane("a", "bcd"), ToyLane("a", "b"), ToyLane("a", "b"), make_schedule(prefetch=250)
-    leaving.states["b"] = OFFLOADING
+def test_an_announcement_does_not_reload_groups_in_flight_or_above_the_prefetch():
+    large, offloading, held, schedule = ToyLane("a", "bcd"), ToyLane("a", "b"), ToyLane("a", "b"), make_schedule(prefetch=250)
+    offloading.states["b"] = OFFLOADING
     held.close(held.groups[1], is_held=True)
-    for lane in (large, leaving, held):
+    for lane in (large, offloading, held):
         schedule.announce(lane, during=None)
         assert lane.execute(schedule.look_ahead()) == []
         assert lane.remaining == 2
 
 
-@pytest.mark.parametrize("comes", ["another announcement", "another backward", "none"])
-def test_prefetches_for_a_backward_that_does_not_come_next_are_dropped(comes):
+@pytest.mark.parametrize("next_event", ["another announcement", "another backward", "none"])
+def test_prefetches_are_dropped_if_another_backward_comes_next(next_event):
     lane, other, schedule = ToyLane("a", "b", "c"), ToyLane("x"), make_schedule(prefetch=2 * NBYTES)
     schedule.announce(lane, during=None)
     lane.execute(schedule.look_ahead())
     announced = {"another announcement": other, "none": None}
-    discarded = schedule.announce(announced[comes], during=None) if comes in announced else schedule.enter(other)
+    discarded = schedule.announce(announced[next_event], during=None) if next_event in announced else schedule.enter(other)
     assert discarded == lane.groups[1:]
     assert (lane.remaining, lane.ahead_bytes) == (3, 0)
-    assert list(schedule.look_ahead()) == [] or comes == "another announcement"
+    assert list(schedule.look_ahead()) == [] or next_event == "another announcement"
     lane.states.update(b=OFFLOADED, c=OFFLOADED)  # as the executor drops them
     assert reach(schedule, lane, 2) == [("", "c"), ("", "ba")]

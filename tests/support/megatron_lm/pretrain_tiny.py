@@ -1,7 +1,7 @@
-"""A training script like Megatron-LM's pretrain_gpt.py. It knows only Megatron's own offload flags.
+"""A training script like Megatron-LM's pretrain_gpt.py, with only Megatron's own offload flags.
 
-The model is the wheel's GPT of local layers, on the CPU, whatever `--transformer-impl` says: that flag is checked, as
-Megatron-LM does, and not looked at again. What was computed goes to `--result`, one file a rank.
+The model is the wheel's GPT with local layers, on the CPU. `--transformer-impl` is checked as in Megatron-LM but has no other
+effect. Each rank writes its results to a file.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Both generations of Megatron-Core's offload interface without its engine. Calling the original methods raises.
 
-`installed(make_development_interface())` replaces Megatron-Core's class with such a class, and `load_layers()` imports modules
-that call it like the modules of the development branch. The members of the class and its callers follow commit d98e8a64 of that
+`installed(make_development_interface())` replaces Megatron-Core's class with a stub, and `load_layers()` imports modules that
+call it like the modules of the development branch. The members of the class and its callers follow commit d98e8a64 of that
 branch: `transformer_layer.py`, `attention.py`, `moe/experts.py`, `gpt_model.py`, `schedules.py`, `cuda_graphs.py`.
 """
 
@@ -21,14 +21,14 @@ CLASS = "FineGrainedActivationOffloadingInterface"
 
 
 class ReachedError(Exception):
-    """An original of Megatron's interface was called, which ours should have answered."""
+    """A call reached Megatron's original interface instead of ours."""
 
 
 @contextlib.contextmanager
 def installed(interface: type | None) -> Iterator[ModuleType]:
-    """Have Megatron's module hold `interface` in place of its class, or nothing where that is None."""
+    """Replace the class in Megatron's module with `interface`, or remove the class if it is None."""
     parent = load_module(MODULE.rpartition(".")[0])
-    load_module("megatron.core.models.gpt.gpt_layer_specs")  # it and what it imports bind the real class by name
+    load_module("megatron.core.models.gpt.gpt_layer_specs")  # these modules bind the real class by name
     load_module("megatron.core.models.gpt.gpt_model")
     before = sys.modules[MODULE]
     stub = ModuleType(MODULE)
@@ -45,7 +45,7 @@ def installed(interface: type | None) -> Iterator[ModuleType]:
 
 
 def load_layers() -> Any:
-    """Import `layers.py` anew, so that it imports whichever interface is installed now."""
+    """Import `layers.py` again, with the installed interface."""
     path = Path(__file__).with_name("layers.py")
     spec = importlib.util.spec_from_file_location("megatron_stub_layers", path)
     assert spec is not None
@@ -88,7 +88,7 @@ _RELEASED = (
 
 
 def _make_interface(signatures: tuple[str, ...]) -> type:
-    """Return a class with methods of these signatures, static ones where there is no `self`; all raise when they are called."""
+    """Return a class with methods of these signatures, static ones without `self`. All of them raise."""
     methods: dict[str, Any] = {}
     for signature in signatures:
         exec(f"def {signature}: _reach()", {"_reach": _reach}, methods)
@@ -97,17 +97,17 @@ def _make_interface(signatures: tuple[str, ...]) -> type:
 
 
 def make_development_interface() -> type:
-    """Return a new class with the methods and parameters of the development branch's."""
+    """Return a new class with the methods and parameters of the development branch."""
     return _make_interface(_DEVELOPMENT)
 
 
 def make_released_interface() -> type:
-    """Return a new class with the methods and parameters that 0.18 has; 0.16.1 lacks `max_inflight_offloads`."""
+    """Return a new class with the methods and parameters of 0.18. (0.16.1 lacks `max_inflight_offloads`.)"""
     return _make_interface(_RELEASED)
 
 
 class WithoutOffload:
-    """An interface that does nothing: what a training without offload is compared with."""
+    """An interface without effect, for the baseline."""
 
     def __init__(self, offload, tensor, name):
         self.tensor = tensor

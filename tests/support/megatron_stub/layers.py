@@ -1,7 +1,7 @@
 """Modules that call the offload interface in the same order as Megatron-Core's development branch.
 
-Small ops with known saved tensors stand for attention and experts. One module imports the interface by name, as attention and
-experts do, and the layer asks for it in a function when it is built.
+Small ops with known saved tensors replace attention and experts. Attention and experts import the interface at the top of the
+module, and a layer imports it in a function when it is built.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 HIDDEN, FFN = 32, 48
 PROJECTED = (HIDDEN, 3 * HIDDEN, 4)
-"""Elements of a token that a gated delta product projects: the gate, value, key and query, and what says how strongly."""
+"""Elements per token of a gated delta product's projection: the gate, value, key and query, and the strength."""
 
 
 def get_interface():
@@ -108,10 +108,10 @@ class Layer(torch.nn.Module):
 
 
 class DeltaProduct(torch.nn.Module):
-    """Calls in the order of the mixer of gated delta products.
+    """Calls the interface in the order of a gated delta product's mixer.
 
-    One projection makes the gate, the convolution's input and a few numbers a token, as views of one storage. The group begins
-    at the convolution, and ends behind the kernel and the gate, whose own tensors are none of it.
+    One projection computes the gate, the convolution's input and the strength, as views of one storage. The group begins at the
+    convolution and ends after the kernel and the gate, but does not contain their own tensors.
     """
 
     def __init__(self, tags: Sequence[str], *, recomputes_qkv: bool = False) -> None:
@@ -141,7 +141,7 @@ class DeltaProduct(torch.nn.Module):
 
 
 class DeltaLayer(torch.nn.Module):
-    """A norm and a mixer, and no MLP. The norm is no site."""
+    """A norm, which is no site, and a mixer, without an MLP."""
 
     def __init__(self, number: int, tags: Sequence[str], *, recomputes_qkv: bool = False) -> None:
         super().__init__()
@@ -183,5 +183,5 @@ class Model(torch.nn.Module):
 
 
 def finish_schedule() -> None:
-    """Say that all microbatches have run, as the schedules do, after an evaluation too."""
+    """Finish a step or an evaluation, like Megatron's schedules."""
     off_interface.reset(process_group=None)

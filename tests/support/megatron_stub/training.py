@@ -27,13 +27,13 @@ def make_config(*tags: str, **options: Any) -> OffloadConfig:
 
 @dataclasses.dataclass
 class Training:
-    """Modules of the stub, and what answers them."""
+    """Modules of the stub, and the integration that they call."""
 
     layers: Any
-    """The module that `load_layers` returned."""
+    """The module from `load_layers`."""
     models: list[Any]
     offload: Any = None
-    """The integration; None where there is no offload."""
+    """The integration, or None without offload."""
 
     def forward(self, chunk: int = 0, *, microbatch: int = 0) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 * chunk + microbatch)
@@ -41,7 +41,7 @@ class Training:
         return self.models[chunk](hidden)
 
     def step(self, *, microbatches: int = 2) -> list[torch.Tensor]:
-        """Run forwards and backwards in turn, as without a pipeline, and return the gradients."""
+        """Run forward and backward of each microbatch, without a pipeline, and return the gradients."""
         for microbatch in range(microbatches):
             self.forward(microbatch=microbatch).square().sum().backward()
         self.layers.finish_schedule()
@@ -56,7 +56,7 @@ class Training:
 
 
 def build(layers: Any, tags: Sequence[str], *, chunks: int = 1, kind: str = "Layer", **options: bool) -> list[Any]:
-    """Return model chunks of layers of a kind, with the same parameters for the same arguments."""
+    """Return model chunks with layers of a kind and reproducible parameters."""
     torch.manual_seed(5)
     return [
         layers.Model(
@@ -83,7 +83,7 @@ def with_offload(
     config: OffloadConfig | None = None,
     **options: Any,
 ) -> Iterator[Training]:
-    """Apply offload to a stub; its modules are imported and built before that, or after."""
+    """Apply offload to a stub, after its modules are imported and built, or before."""
     with installed(make_interface()):
         layers, models = None, []
         if imports_first:
@@ -95,22 +95,22 @@ def with_offload(
                 layers = load_layers()
                 models = build(layers, tags, **options)
             for layer in (layer for model in models for layer in model.layers):
-                # In place of what tells the layer in Megatron's own: its TransformerLayer is not here.
+                # The stub has no TransformerLayer, which announces the layer in Megatron.
                 layer.register_forward_pre_hook(lambda module, args: offload.enter_layer(module.number) and None)
             yield Training(layers, models, offload)
         finally:
             offload.remove()
 
 
-def list_departures(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the places whose groups left for the host, in order, and forget them: `layers.0.core_attn mb=0`."""
-    departures = [
+def list_offloaded_places(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Return the places of offloaded groups in order, such as `layers.0.core_attn mb=0`, and clear the log."""
+    places = [
         record.getMessage().removeprefix("offload ").partition(":")[0]
         for record in caplog.records
         if record.levelno == logging.DEBUG and record.getMessage().startswith("offload ")
     ]
     caplog.clear()
-    return departures
+    return places
 
 
 def check_same(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:

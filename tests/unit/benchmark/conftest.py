@@ -11,8 +11,8 @@ from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 
 @pytest.fixture(autouse=True)
-def _what_was_imported_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement collects garbage before each step, and would look through all of Megatron each time."""
+def _keep_imports_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep imported modules frozen, since measurements collect garbage before each step."""
     monkeypatch.setattr(gc, "unfreeze", lambda: None)
 
 

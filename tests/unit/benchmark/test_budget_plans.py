@@ -1,4 +1,4 @@
-"""Tests that plans for budgets are tried, and made again if they exceed the budget."""
+"""Tests that plans for budgets are tried, and replanned if they exceed the budget."""
 
 import dataclasses
 import itertools
@@ -18,23 +18,23 @@ SETTING = parse_setting(f"budget:{BUDGET_BYTES}B")
 
 
 @dataclasses.dataclass
-class Planner:
-    """Plans of as many bytes as are not left free, 900 at most, each for a layer with the number of the plan."""
+class FakePlanner:
+    """Makes plans that fill the budget up to the reserve, 900 bytes at most. Plan n offloads layer n."""
 
-    asked: list = dataclasses.field(default_factory=list)
-    """What was to be left free, of each plan."""
+    reserves: list = dataclasses.field(default_factory=list)
+    """The reserve of each plan."""
 
     def solve(self, ranks, *, budget_bytes, free_bytes, layer_passes):
-        """Stand in for `solve_leaving_free`."""
-        self.asked.append(free_bytes)
-        plan = OffloadPlan(actions={Site(chunk=0, layer=len(self.asked), tag="core_attn"): Action.OFFLOAD})
+        """Replace `solve_leaving_free`."""
+        self.reserves.append(free_bytes)
+        plan = OffloadPlan(actions={Site(chunk=0, layer=len(self.reserves), tag="core_attn"): Action.OFFLOAD})
         peak_bytes = min(900, budget_bytes - free_bytes)
         return types.SimpleNamespace(plan=plan, result=types.SimpleNamespace(peak_bytes=peak_bytes))
 
 
 @pytest.fixture
 def planner(monkeypatch):
-    planner = Planner()
+    planner = FakePlanner()
     monkeypatch.setattr(rank_models, "solve_leaving_free", planner.solve)
     return planner
 
@@ -49,23 +49,23 @@ def read_layer(setting) -> int:
     return site.layer
 
 
-def take(*peaks):
-    """Return a trial of plans that take `peaks` bytes one after the other, the last one on and on."""
+def measure(*peaks):
+    """Return a `try_plan` that measures the next of `peaks` at each call, and repeats the last."""
     sizes = itertools.chain(peaks, itertools.repeat(peaks[-1]))
     return lambda setting: next(sizes)
 
 
-def test_a_plan_that_takes_more_is_made_again_with_what_was_missing_left_free(planner, tmp_path):
-    found = plan(tmp_path, take(1050, 1020, 990))
-    # 1050 where 900 were predicted; then 1020 where 850 were.
-    assert planner.asked == [0, 150, 170]
+def test_a_plan_above_the_budget_is_replanned_with_a_larger_reserve(planner, tmp_path):
+    found = plan(tmp_path, measure(1050, 1020, 990))
+    # Measured 1050 for a prediction of 900, and then 1020 for 850.
+    assert planner.reserves == [0, 150, 170]
     assert read_layer(found) == 3
 
 
-def test_that_there_is_no_plan_at_all_is_an_error(monkeypatch, tmp_path):
+def test_a_budget_without_a_plan_is_an_error(monkeypatch, tmp_path):
     def refuse(ranks, **_):
         raise PlanError("no plan")
 
     monkeypatch.setattr(rank_models, "solve_leaving_free", refuse)
     with pytest.raises(PlanError, match="no plan"):
-        plan(tmp_path, take(0))
+        plan(tmp_path, measure(0))

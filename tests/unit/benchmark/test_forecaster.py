@@ -1,4 +1,4 @@
-"""Tests which sources predict which settings."""
+"""Tests predictions of settings from the hardware table and from a profile."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def make_job(folder=Path(), *, name="w2_moe", profile=None):
 
 
 def make_profile(*, layers=6, device=DEVICE, **options):
-    """Return a profile whose segments take some seconds each, independent of the table."""
+    """Return a profile with segments of a few seconds, unlike the hardware table."""
     numbered = tuple(
         NumberedLayer(number=number, model=make_toy_layer(kind=f"moe (layer {number})", sizes=(1, 8, 6, 4, 2)))
         for number in range(layers)
@@ -63,7 +63,7 @@ RANKS = [make_toy_rank(pipeline=Pipeline(microbatches=3), static_bytes=100)]
         ),
     ],
 )
-def test_a_setting_is_simulated_as_the_plan_of_its_flags(name, rows, monkeypatch):
+def test_a_setting_is_predicted_from_the_plan_of_its_flags(name, rows, monkeypatch):
     plans = []
 
     def simulate_and_record(ranks, plan):
@@ -72,20 +72,20 @@ def test_a_setting_is_simulated_as_the_plan_of_its_flags(name, rows, monkeypatch
 
     monkeypatch.setattr(prediction, "simulate", simulate_and_record)
     predicted = predict(RANKS, parse_setting(name))
-    plan, nothing = plans
+    plan, baseline = plans
     assert {f"{site}: {action.value}" for site, action in plan.actions.items()} == rows
-    assert nothing == OffloadPlan(actions={})
+    assert baseline == OffloadPlan(actions={})
     simulated = simulate(RANKS, plan)
     assert (predicted.step_s, predicted.peak_bytes, predicted.static_bytes) == (simulated.step_s, simulated.peak_bytes, 100)
-    assert predicted.ratio == simulated.step_s / simulate(RANKS, nothing).step_s
+    assert predicted.ratio == simulated.step_s / simulate(RANKS, baseline).step_s
 
 
-def test_a_recompute_that_the_ranks_do_not_have_is_not_predicted():
+def test_recompute_without_a_known_time_is_not_predicted():
     with pytest.raises(PlanError, match="no recompute time for mla_up_proj"):
         predict(RANKS, parse_setting("recompute:mla_up_proj"))
 
 
-def test_a_plan_for_another_model_is_refused(tmp_path):
+def test_a_plan_for_another_model_is_rejected(tmp_path):
     setting = parse_setting(f"plan:{write_plan(tmp_path / 'x.json', {(99, 'core_attn'): Action.OFFLOAD})}")
     with pytest.raises(PlanError, match=r"layers\.99"):
         predict(RANKS, setting)
@@ -93,28 +93,28 @@ def test_a_plan_for_another_model_is_refused(tmp_path):
         predict(RANKS, parse_setting("budget:1GiB").with_plan(Path("none.json")))
 
 
-def test_nothing_is_predicted_from_the_profile_of_another_device(tmp_path):
+def test_a_profile_of_another_device_is_not_used(tmp_path):
     make_profile(has_optimizer=False).save(tmp_path / "p.json")
     job = make_job(profile=tmp_path / "p.json")
     assert set(Forecaster(job, DEVICE).predict(BASELINE)) == {Source.TABLE, Source.PROFILE}
     assert set(Forecaster(job, "NVIDIA H100 80GB HBM3").predict(BASELINE)) == {Source.TABLE}
 
 
-def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_the_table(tmp_path):
+def test_the_hardware_table_predicts_every_default_setting_that_the_planner_models(tmp_path):
     job = make_job(tmp_path, name="mla_moe")
     forecaster = Forecaster(job, DEVICE)
     settings = [*list_default_settings(parse_setting_arguments(job, BASELINE).transformer), parse_setting("budget:20GiB")]
     write_plan(job.find_plan_path(parse_setting("budget:20GiB")), {(0, "layer"): Action.RECOMPUTE})
-    nothing = forecaster.predict(BASELINE)[Source.TABLE]
-    assert nothing.ratio == 1
+    baseline = forecaster.predict(BASELINE)[Source.TABLE]
+    assert baseline.ratio == 1
     for setting in settings:
         found = forecaster.predict(setting)
         assert bool(found) is not setting.name.startswith(("megatron", "te-layers", "save_on_cpu")), setting.name
         for one in found.values():
             assert one.ratio >= 1
-            # A recompute of attention keeps more than it drops: docs/reference/saved_bytes.md.
+            # Recompute of attention saves more than it drops: docs/reference/saved_bytes.md.
             assert one.static_bytes < one.peak_bytes
-            assert one.peak_bytes <= nothing.peak_bytes or setting.recompute == ("core_attn",)
+            assert one.peak_bytes <= baseline.peak_bytes or setting.recompute == ("core_attn",)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_every_default_setting_that_the_planner_has_words_for_is_predicted_from_
         (make_profile(), r"p.json was measured with an optimizer, but this benchmark runs without an optimizer"),
     ],
 )
-def test_a_profile_of_another_training_is_refused(profile, message, tmp_path):
+def test_a_profile_of_another_training_is_rejected(profile, message, tmp_path):
     profile.save(tmp_path / "p.json")
     with pytest.raises(ConfigError, match=message):
         check_profile(make_job(profile=tmp_path / "p.json"), parse_setting_arguments(make_job(), BASELINE))

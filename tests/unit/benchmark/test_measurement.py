@@ -1,4 +1,4 @@
-"""Tests medians, ratios, and the choice of the baseline for each ratio."""
+"""Tests ratios over the baseline, summaries of repeats, and merged ranks."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ def outcome(setting, *seconds, repeat=0, session=0, failure="", **numbers):
     return Outcome(run=run, process=MAIN, session=session, measurement=measurement, failure=failure)
 
 
-def test_a_step_takes_as_long_as_its_slowest_rank_and_memory_is_the_fullest_ranks():
+def test_merged_ranks_have_the_slowest_step_and_the_highest_peak():
     first = Measurement(step_seconds=(1.0, 4.0), peak_allocated_bytes=10, host_bytes=3, d2h_bytes=None, window_waits=1)
     second = Measurement(step_seconds=(2.0, 3.0), peak_allocated_bytes=8, host_bytes=4, d2h_bytes=5, window_waits=1)
     merged = merge_ranks([first, second])
@@ -37,7 +37,7 @@ def test_a_step_takes_as_long_as_its_slowest_rank_and_memory_is_the_fullest_rank
     assert merge_ranks([first]) == first
 
 
-def test_a_ratio_is_over_the_baseline_of_the_same_process_and_repeat():
+def test_ratios_use_the_baseline_of_the_same_process_and_repeat():
     outcomes = [
         outcome(BASELINE, 2.0),
         outcome(FULL, 3.0),
@@ -49,7 +49,7 @@ def test_a_ratio_is_over_the_baseline_of_the_same_process_and_repeat():
     assert [find_ratio(outcomes, outcome) for outcome in outcomes] == [1.0, 1.5, 1.0, 0.75, 1.0, 1.25]
 
 
-def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory():
+def test_a_summary_merges_steps_ratios_and_peaks_of_all_repeats():
     outcomes = [
         outcome(BASELINE, 1.0),
         outcome(OURS, 1.0, 2.0, peak_allocated_bytes=5, host_bytes=9),
@@ -63,9 +63,9 @@ def test_a_summary_has_all_steps_the_ratio_of_each_repeat_and_the_worst_memory()
     assert (ours.worst.peak_allocated_bytes, ours.worst.host_bytes) == (7, 9)
 
 
-def test_the_interval_of_ratios_is_students_of_their_logarithms():
+def test_ratio_intervals_use_students_t_distribution_of_logarithms():
     logs = [math.log(1.0), math.log(1.1), math.log(1.21)]
     # The quantile 0.975 of Student's distribution with two degrees of freedom, from a table.
-    reach = 4.30265 * statistics.stdev(logs) / math.sqrt(3)
-    expected = (1.1 * math.exp(-reach), 1.1 * math.exp(reach))
+    half_width = 4.30265 * statistics.stdev(logs) / math.sqrt(3)
+    expected = (1.1 * math.exp(-half_width), 1.1 * math.exp(half_width))
     assert find_ratio_interval((1.0, 1.1, 1.21)) == pytest.approx(expected, rel=1e-5)

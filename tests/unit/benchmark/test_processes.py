@@ -1,4 +1,4 @@
-"""Tests sessions: the settings after one that fails, and processes that die or hang."""
+"""Tests sessions of benchmark processes: failed settings, crashes and interrupts."""
 
 import contextlib
 import dataclasses
@@ -23,64 +23,64 @@ def make_job(flags: str = MOE, **options) -> Job:
     return Job(source="test.sh", file_flags=tuple(flags.split()), warmup=1, steps=1, **options)
 
 
-def run_scripted(runs, *, crash_at=(), crash_at_run=(), refuse=(), heard=None):
-    """Return the outcomes of `runs`, and what each session was given.
+def run_scripted(runs, *, crash_at=(), reject=(), messages=None):
+    """Return the outcomes of `runs`, and the runs of each session.
 
-    Sessions crash at some settings, the first at some runs too, and refuse others.
+    Sessions crash at the settings `crash_at` and reject the settings `reject`.
     """
-    given = []
+    session_runs = []
 
     def listen(runs, session):
-        for index, run in enumerate(runs):
+        for run in runs:
             yield 0, run
-            if run.setting in crash_at or (len(given) == 1 and index in crash_at_run):
+            if run.setting in crash_at:
                 yield 0, Crashed("out of memory")
                 return
             outcome = Outcome(run=run, process=ProcessKind.MAIN, session=session)
-            yield 1, outcome  # another rank's counts for nothing
-            failure = "refused" if run.setting in refuse else ""
+            yield 1, outcome  # outcomes of other ranks are ignored
+            failure = "rejected" if run.setting in reject else ""
             yield 0, dataclasses.replace(outcome, measurement=None if failure else MEASURED, failure=failure)
 
     def start(job, runs, kind, session):
-        given.append(list(runs))
+        session_runs.append(list(runs))
         return contextlib.nullcontext(listen(runs, session))
 
-    on_message = (lambda message: None) if heard is None else heard.append
+    on_message = (lambda message: None) if messages is None else messages.append
     sessions = run_sessions(make_job(), runs, kind=ProcessKind.MAIN, first_session=4, on_message=on_message, start=start)
     outcomes = list(sessions)
-    return outcomes, given
+    return outcomes, session_runs
 
 
 def list_runs(*settings, repeat=0):
     return [Run(setting=setting, repeat=repeat) for setting in settings]
 
 
-def list_numbers(outcomes):
+def list_results(outcomes):
     return [(one.setting, one.session, one.failure) for one in outcomes]
 
 
-def test_runs_that_all_end_take_one_session():
-    heard = []
-    outcomes, given = run_scripted(list_runs(BASELINE, ONE, TWO), refuse=[ONE], heard=heard)
-    assert list_numbers(outcomes) == [(BASELINE, 4, ""), (ONE, 4, "refused"), (TWO, 4, "")]
+def test_runs_without_a_crash_share_one_session():
+    messages = []
+    outcomes, session_runs = run_scripted(list_runs(BASELINE, ONE, TWO), reject=[ONE], messages=messages)
+    assert list_results(outcomes) == [(BASELINE, 4, ""), (ONE, 4, "rejected"), (TWO, 4, "")]
     assert outcomes[2].measurement == MEASURED
-    assert len(given) == 1
-    assert [type(message) for message in heard] == [Run, Outcome] * 3
+    assert len(session_runs) == 1
+    assert [type(message) for message in messages] == [Run, Outcome] * 3
 
 
-def test_after_a_crash_the_rest_runs_in_another_session_that_begins_with_the_baseline():
-    outcomes, given = run_scripted(list_runs(BASELINE, ONE, TWO, THREE), crash_at=[ONE])
-    assert list_numbers(outcomes) == [
+def test_a_crash_starts_another_session_that_begins_with_the_baseline():
+    outcomes, session_runs = run_scripted(list_runs(BASELINE, ONE, TWO, THREE), crash_at=[ONE])
+    assert list_results(outcomes) == [
         (BASELINE, 4, ""),
         (ONE, 4, "out of memory"),
         (BASELINE, 5, ""),
         (TWO, 5, ""),
         (THREE, 5, ""),
     ]
-    assert [run.setting for run in given[1]] == [BASELINE, TWO, THREE]
+    assert [run.setting for run in session_runs[1]] == [BASELINE, TWO, THREE]
 
 
-def test_leaving_a_session_on_an_exception_ends_its_processes(tmp_path):
+def test_an_exception_inside_a_session_ends_its_processes(tmp_path):
     pids = []
 
     def interrupt():

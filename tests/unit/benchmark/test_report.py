@@ -1,4 +1,4 @@
-"""Tests tables, CSV, JSON and the bitwise comparison."""
+"""Tests the table, the CSV and the bitwise comparison of a benchmark."""
 
 import csv
 import io
@@ -50,7 +50,7 @@ OUTCOMES = [
         d2h_bytes=2 * GIB,
         prefetch_misses=4,
     ),
-    outcome(FULL, failure="refused [bold]"),
+    outcome(FULL, failure="rejected [bold]"),
     outcome(BASELINE, 0.5, session=1, peak_allocated_bytes=20 * GIB),
     outcome(MEGATRON, 0.75, session=1, peak_allocated_bytes=19 * GIB),
 ]
@@ -64,10 +64,10 @@ PREDICTIONS = {
 }
 
 
-def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
-    nothing, ours, again, megatron = list_rows(summarize(OUTCOMES), WORKLOAD, PREDICTIONS)
-    # p20 of 400, 500, 600 is 0.4 of the way to 500.
-    assert nothing == (
+def test_table_cells_show_measurements_with_units():
+    baseline, ours, second_baseline, megatron = list_rows(summarize(OUTCOMES), WORKLOAD, PREDICTIONS)
+    # p20 of 400, 500 and 600 is 400 + 0.4 x 100.
+    assert baseline == (
         *("baseline", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"),
         *("21.00 GiB", "-", "-", "2000"),
     )
@@ -75,14 +75,14 @@ def test_the_cells_of_a_setting_have_its_numbers_with_their_units():
         *("ours:core_attn", "550.0 (550.0 550.0)", "1.100", "1.125", "18.00 GiB", "16.00 GiB"),
         *("-", "3.00 GiB", "2.00 GiB", "1818"),
     )
-    table_alone = {OURS: {Source.TABLE: PREDICTIONS[OURS][Source.TABLE]}}
-    assert list_rows(summarize(OUTCOMES), WORKLOAD, table_alone)[1][3:6] == ("1.062", "18.00 GiB", "17.00 GiB")
-    assert again[0] == "baseline (megatron)"
+    table_only = {OURS: {Source.TABLE: PREDICTIONS[OURS][Source.TABLE]}}
+    assert list_rows(summarize(OUTCOMES), WORKLOAD, table_only)[1][3:6] == ("1.062", "18.00 GiB", "17.00 GiB")
+    assert second_baseline[0] == "baseline (megatron)"
     assert megatron[:3] == ("megatron:core_attn", "750.0 (750.0 750.0)", "1.500")
-    assert {len(cells) for cells in (nothing, ours, again, megatron)} == {len(HEADINGS)}
+    assert {len(cells) for cells in (baseline, ours, second_baseline, megatron)} == {len(HEADINGS)}
 
 
-def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
+def test_the_csv_has_one_row_per_run_in_bytes_and_seconds():
     rows = list(csv.DictReader(io.StringIO(format_csv(OUTCOMES, WORKLOAD, PREDICTIONS))))
     assert [(row["setting"], row["process"], row["over_baseline"]) for row in rows] == [
         ("baseline", "main", "1.0"),
@@ -106,28 +106,25 @@ def test_the_csv_has_a_row_for_each_run_with_bytes_and_seconds():
     }
     assert {name: rows[1][name] for name in predicted} == predicted
     assert {rows[0][name] for name in predicted} == {""}
-    # Where no allocator counts, a measured peak is of activations alone, and so is the predicted one.
-    uncounted = [outcome(BASELINE, 0.5), outcome(OURS, 0.5, activation_peak_bytes=8 * GIB)]
-    row = list(csv.DictReader(io.StringIO(format_csv(uncounted, WORKLOAD, PREDICTIONS))))[1]
+    # Without allocator statistics, the measured peak has only activations, and so does the predicted one.
+    without_allocator = [outcome(BASELINE, 0.5), outcome(OURS, 0.5, activation_peak_bytes=8 * GIB)]
+    row = list(csv.DictReader(io.StringIO(format_csv(without_allocator, WORKLOAD, PREDICTIONS))))[1]
     assert row["table_peak_bytes"] == str(8 * GIB)
-    assert (rows[2]["failure"], rows[2]["step_p50_s"]) == ("refused [bold]", "")
-
-
-# Bits.
+    assert (rows[2]["failure"], rows[2]["step_p50_s"]) == ("rejected [bold]", "")
 
 
 def step(loss=1.0, digest="aa"):
     return StepResult(losses=(loss,), gradient_digests={"0.weight": digest}, seconds=0.1)
 
 
-def test_settings_are_compared_with_the_first_baseline_of_their_process():
+def test_bits_are_compared_with_the_first_baseline_of_the_same_process():
     rows = compare_bits(
         [
             outcome(BASELINE, bits=(step(),)),
             outcome(BASELINE, bits=(step(),)),
             outcome(OURS, bits=(step(),)),
             outcome(FULL, bits=(step(digest="bb"),)),
-            # Another process may compute other bits: only within one are they compared.
+            # Bits are compared only within one process, since another process may compute other bits.
             outcome(BASELINE, bits=(step(loss=2.0),), session=1),
             outcome(BASELINE, bits=(step(loss=2.5),), session=1),
             outcome(MEGATRON, bits=(step(loss=2.0),), session=1),

@@ -1,4 +1,4 @@
-"""Tests the order of runs, and that result files are complete at any time."""
+"""Tests the order of runs, and that result files are complete after every run."""
 
 import csv
 import json
@@ -24,7 +24,7 @@ def list_order(kind, **options):
     return [(run.setting, run.repeat) for run in runs]
 
 
-def test_the_baseline_begins_every_repeat_and_settings_keep_their_order():
+def test_every_repeat_starts_with_the_baseline_and_keeps_the_order_of_settings():
     assert list_order(ProcessKind.MAIN) == [(BASELINE, 0), (FULL, 0), (CORE, 0)]
     assert list_order(ProcessKind.MAIN, repeats=2)[3:] == [(BASELINE, 1), (FULL, 1), (CORE, 1)]
 
@@ -33,8 +33,8 @@ def make_surroundings(device):
     return Surroundings(device=device, driver=None, python="3.11", packages={}, cuda=None, cpus=1, variables={})
 
 
-def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all_kinds(tmp_path, monkeypatch):
-    seen, heard = [], []
+def test_files_are_updated_after_every_run_and_session_numbers_are_unique(tmp_path, monkeypatch):
+    seen, messages = [], []
 
     def run_sessions(job, runs, *, kind, first_session, on_message):
         on_message(make_surroundings("CPU"))
@@ -49,7 +49,7 @@ def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all
 
     monkeypatch.setattr(results_module, "run_sessions", run_sessions)
     results = Results(job=make_job(tmp_path, compares_bits=False), workload=WORKLOAD, about={"date": "today"})
-    collect_results(results, (FULL, MEGATRON), on_message=heard.append)
+    collect_results(results, (FULL, MEGATRON), on_message=messages.append)
     assert seen == [
         ["baseline"],
         ["baseline", "recompute:full"],
@@ -60,5 +60,5 @@ def test_files_are_up_to_date_after_every_run_and_sessions_are_numbered_over_all
     assert [run["process"] for run in json.loads((tmp_path / "run.json").read_text())["runs"]] == [
         *("main", "main", "megatron", "megatron"),
     ]
-    assert {type(message) for message in heard} == {Surroundings, Stepped}
+    assert {type(message) for message in messages} == {Surroundings, Stepped}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "run.json"]

@@ -1,4 +1,4 @@
-"""Tests one setting in this process: its times, its bits and its errors."""
+"""Tests one setting in this process: step times, bitwise results and errors."""
 
 from pathlib import Path
 
@@ -24,18 +24,18 @@ def make_job(flags: str = f"{FLAGS} {OURS}", **options) -> Job:
     return Job(source="test.sh", file_flags=tuple(flags.split()), **options)
 
 
-def test_each_timed_step_has_a_time_and_warmup_steps_have_none():
+def test_only_timed_steps_have_times():
     losses = []
     job = make_job(warmup=2, steps=3)
     measured = Runner(job, losses.append).measure_times(Run(setting=BASELINE, repeat=0))
     assert len(measured.step_seconds) == 3
     assert min(measured.step_seconds) > 0
     assert len(losses) == job.steps_of_run == 5
-    # Without an update, and with the same tokens, every step is the same.
+    # All steps have the same loss, since tokens and weights do not change.
     assert len(set(losses)) == 1
 
 
-def test_no_timed_step_runs_before_the_first_replay_of_captured_graphs():
+def test_timed_steps_start_after_the_first_replay_of_captured_graphs():
     losses = []
     job = make_job(steps_until_replay=3)
     measured = Runner(job, losses.append).measure_times(Run(setting=BASELINE, repeat=0))
@@ -43,13 +43,13 @@ def test_no_timed_step_runs_before_the_first_replay_of_captured_graphs():
     assert len(losses) == job.steps_of_run == 3 + 1 + 2
 
 
-def test_bits_are_compared_up_to_a_replay_if_graphs_are_captured():
+def test_bits_are_recorded_until_the_first_replay_of_captured_graphs():
     job = make_job(steps_until_replay=3, compares_bits=True)
     assert len(Runner(job, lambda loss: None).record_bits(BASELINE)) == job.steps_of_run == 4
 
 
 @pytest.mark.parametrize("name", ["ours:core_attn+attn_proj+expert_fc1", "ours:layer_input/full"])
-def test_bits_of_a_setting_are_those_of_the_baseline(name):
+def test_settings_are_bitwise_identical_to_the_baseline(name):
     runner = Runner(make_job(compares_bits=True), lambda loss: None)
     before, after = (runner.record_bits(parse_setting(one)) for one in ("baseline", name))
     assert len(after) == 2
@@ -57,19 +57,16 @@ def test_bits_of_a_setting_are_those_of_the_baseline(name):
     assert find_differences(before, after) == {}
 
 
-def test_a_setting_that_recomputes_has_a_lower_peak():
+def test_recompute_lowers_the_activation_peak():
     runner = Runner(make_job(), lambda loss: None)
     runs = (Run(setting=parse_setting(name), repeat=0) for name in ("baseline", "recompute:full"))
     kept, full = map(runner.measure_times, runs)
     assert 0 < full.activation_peak_bytes < kept.activation_peak_bytes
 
 
-def test_megatrons_engine_is_refused_without_a_gpu():
+def test_megatrons_engine_needs_a_gpu():
     with pytest.raises(IntegrationError, match="own offload engine needs a GPU"):
         Runner(make_job(), lambda loss: None).measure_times(Run(setting=parse_setting("megatron:core_attn"), repeat=0))
-
-
-# Loading.
 
 
 @pytest.mark.parametrize(
@@ -81,7 +78,7 @@ def test_megatrons_engine_is_refused_without_a_gpu():
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
     ],
 )
-def test_what_settings_choose_and_what_cannot_be_trained_is_refused(flags, message):
+def test_flags_controlled_by_settings_and_unsupported_flags_are_rejected(flags, message):
     with pytest.raises(ConfigError) as caught:
         load_arguments(make_job(f"{FLAGS} {flags}"))
     assert message in str(caught.value)

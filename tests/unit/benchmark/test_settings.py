@@ -1,4 +1,4 @@
-"""Tests the names of settings, and their flags."""
+"""Tests names of benchmark settings, their flags, and errors."""
 
 import pytest
 
@@ -41,13 +41,13 @@ MOE = {"num_layers": 6, "num_moe_experts": 16, "moe_grouped_gemm": True, "transf
         ("te-layers:3", (OFF, "--cpu-offloading", "--cpu-offloading-num-layers", "3")),
     ],
 )
-def test_a_setting_adds_the_flags_that_its_name_says(name, flags):
+def test_a_setting_adds_the_flags_of_its_name(name, flags):
     setting = parse_setting(name)
     assert setting.list_flags() == flags
     assert setting.name == name
 
 
-def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offload():
+def test_a_budget_setting_without_a_plan_has_no_flags():
     with pytest.raises(ConfigError) as caught:
         parse_setting("budget:1MiB").list_flags()
     assert str(caught.value) == (
@@ -72,13 +72,13 @@ def test_a_setting_that_needs_a_plan_and_has_none_never_runs_as_one_without_offl
         ("budget:18.9PB", "--settings budget:18.9PB: '18.9PB' is not a size"),
     ],
 )
-def test_a_name_that_says_nothing_is_refused_with_what_is_wrong(name, message):
+def test_an_invalid_setting_is_rejected_with_a_fix(name, message):
     with pytest.raises(ConfigError) as caught:
         parse_setting(name)
     assert message in str(caught.value)
 
 
-def test_the_name_of_a_system_takes_its_default_settings_and_the_baseline_is_always_first():
+def test_a_system_name_selects_its_defaults_and_the_baseline_is_always_first():
     defaults = list_default_settings(MOE)
     chosen = choose_settings(["te-layers", "recompute:full", "recompute:full", "ours:router"], defaults)
     assert [setting.name for setting in chosen] == ["baseline", "te-layers:2", "te-layers:4", "recompute:full", "ours:router"]

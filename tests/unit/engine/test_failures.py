@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support.failing import OPERATIONS, FailingCpuDevice, refuse_to_lock, run_out_of_memory
+from support.failing import OPERATIONS, FailingCpuDevice, fail_to_pin, make_out_of_memory_error
 from support.sites import DelayedCpuDevice, Sites, has_hooks, make_engine
 from support.tensors import assert_same_bits, leaf
 
@@ -145,7 +145,7 @@ def interrupt() -> KeyboardInterrupt:
 
 
 FAILURES = [(operation, interrupt) for operation in OPERATIONS]
-FAILURES += [("allocate_device", run_out_of_memory), ("allocate_host", refuse_to_lock)]
+FAILURES += [("allocate_device", make_out_of_memory_error), ("allocate_host", fail_to_pin)]
 EACH_FAILURE = pytest.mark.parametrize(
     ("operation", "make_error"), FAILURES, ids=[f"{operation}-{make_error.__name__}" for operation, make_error in FAILURES]
 )

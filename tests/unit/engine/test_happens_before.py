@@ -24,7 +24,7 @@ from fgoffload.engine import Hazard
 
 pytestmark = pytest.mark.quick
 
-SCHEDULES = schedules.ON_ONE_STREAM + stream_schedules.ON_SEVERAL_STREAMS + graph_schedules.IN_GRAPHS
+SCHEDULES = schedules.SINGLE_STREAM_SCHEDULES + stream_schedules.MULTI_STREAM_SCHEDULES + graph_schedules.GRAPH_SCHEDULES
 
 
 def sees_nothing():

@@ -1,3 +1,5 @@
+"""Tests applying offload to a script: GPU selection and errors."""
+
 import pytest
 import torch
 
@@ -13,9 +15,9 @@ CONFIG = OffloadConfig(offload_modules=("core_attn", "attn_proj"), offload_host_
 @pytest.mark.parametrize(
     ("local_rank", "visible", "chosen"),
     [("0", 2, [0]), ("1", 2, [1]), ("1", 1, [])],
-    ids=["first", "second", "one that each process sees alone"],
+    ids=["first", "second", "each process sees only its own"],
 )
-def test_the_engine_is_made_for_the_gpu_of_the_rank(monkeypatch, local_rank, visible, chosen):
+def test_the_gpu_of_the_rank_is_selected_before_the_engine_is_created(monkeypatch, local_rank, visible, chosen):
     calls = []
     monkeypatch.setattr(script, "needs_cpu_support", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
@@ -25,13 +27,13 @@ def test_the_engine_is_made_for_the_gpu_of_the_rank(monkeypatch, local_rank, vis
     assert calls == [*chosen, "applied"]
 
 
-def test_without_a_gpu_none_is_chosen(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a driver may see one that cannot be used
-    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("there is none"))
+def test_without_a_usable_gpu_none_is_selected(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # the driver may list an unusable GPU
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: pytest.fail("no GPU is usable"))
     apply_to_script(CONFIG, (), {"LOCAL_RANK": "0"}).remove()
 
 
-def test_an_error_on_the_way_leaves_nothing_applied(monkeypatch):
+def test_an_error_while_applying_undoes_everything(monkeypatch):
     values = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     monkeypatch.setattr(script, "read_megatron_flags", lambda words: values)
     with pytest.raises(ConfigError, match="exclude each other"):

@@ -1,3 +1,5 @@
+"""Tests reading flags with Megatron-LM's own parser."""
+
 import argparse
 import sys
 from types import ModuleType
@@ -8,7 +10,7 @@ from fgoffload.integrations.megatron.launch.megatron_parser import read_megatron
 def make_parser():
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--backend", type={"flash": 1}.__getitem__)  # raises KeyError, which argparse lets through
+    parser.add_argument("--backend", type={"flash": 1}.__getitem__)  # raises KeyError, which argparse does not catch
     return parser
 
 
@@ -19,7 +21,7 @@ def install(monkeypatch, parse_args):
         sys.modules["megatron.training.arguments"].parse_args = parse_args
 
 
-def test_the_values_come_from_megatrons_parser_before_it_parses_the_command_line(monkeypatch):
+def test_flags_are_read_with_megatrons_parser_without_parsing_the_command_line(monkeypatch):
     parsed = []
 
     def parse_args(extra_args_provider=None, ignore_unknown_args=False):  # noqa: FBT002 - Megatron-LM's signature
@@ -32,7 +34,7 @@ def test_the_values_come_from_megatrons_parser_before_it_parses_the_command_line
         assert read_megatron_flags(rejected) is None
 
 
-def test_without_megatron_lm_or_its_parser_there_are_no_values(monkeypatch):
-    assert read_megatron_flags(["--num-layers", "3"]) is None  # the `megatron.training` of a wheel is not used
+def test_without_megatron_lm_or_its_parser_no_flags_are_read(monkeypatch):
+    assert read_megatron_flags(["--num-layers", "3"]) is None  # the wheel's `megatron.training` is not used
     install(monkeypatch, None)
     assert read_megatron_flags(["--num-layers", "3"]) is None

@@ -1,3 +1,5 @@
+"""Tests separating our flags from the arguments of a script."""
+
 import argparse
 
 import pytest
@@ -10,7 +12,7 @@ from fgoffload.integrations.megatron.launch import take_own_flags
 ON = ["--fine-grained-activation-offloading", "--offload-modules", "core_attn", "attn_proj"]
 
 
-def test_our_flags_are_taken_wherever_they_stand_and_the_rest_stays_in_order():
+def test_our_flags_are_removed_and_the_other_arguments_keep_their_order():
     words = ["--lr", "-1e-3", *ON, "--seed", "1", "--offload-window=1MiB", "--data-path", "x y", "", "-q", "pos", "--z"]
     own = take_own_flags(words)
     assert own.script_words == ("--lr", "-1e-3", "--seed", "1", "--data-path", "x y", "", "-q", "pos", "--z")
@@ -19,7 +21,7 @@ def test_our_flags_are_taken_wherever_they_stand_and_the_rest_stays_in_order():
     assert own.remarks == ()
 
 
-def test_arguments_after_two_dashes_belong_to_the_script():
+def test_arguments_after_a_double_dash_belong_to_the_script():
     own = take_own_flags(["--seed", "1", "--", *ON, "--", "x"])
     assert (own.offload, own.remarks) == (None, ())
     assert own.script_words == ("--seed", "1", "--", *ON, "--", "x")
@@ -30,7 +32,7 @@ def test_without_our_flags_the_script_receives_all_arguments():
     assert (own.offload, own.script_words, own.remarks) == (None, ("--seed", "1", "--offload-dir", "x"), ())
 
 
-def test_a_misspelled_flag_goes_to_the_script_with_a_warning():
+def test_a_misspelled_flag_is_passed_to_the_script_with_a_warning():
     own = take_own_flags(["--offload-host-bugdet=3GiB", "--", "--offload-plam"])
     assert own.script_words == ("--offload-host-bugdet=3GiB", "--", "--offload-plam")
     (remark,) = own.remarks
@@ -38,19 +40,19 @@ def test_a_misspelled_flag_goes_to_the_script_with_a_warning():
     assert remark.endswith("Did you mean --offload-host-budget?")
 
 
-def test_flags_without_the_switch_are_off_and_said_to_have_no_effect():
+def test_flags_without_the_offload_switch_have_no_effect_and_a_warning():
     own = take_own_flags(["--offload-modules", "core_attn", "--offload-window", "1MiB", "--seed", "1"])
     assert (own.offload, own.script_words) == (None, ("--seed", "1"))
     (remark,) = own.remarks
     assert remark.startswith("--offload-modules --offload-window has no effect without --fine-grained-activation-offloading")
 
 
-def test_flags_without_effect_on_a_trainer_refer_to_the_callback():
+def test_flags_without_effect_on_a_trainer_suggest_the_callback():
     (remark,) = take_own_flags(["--offload-host-budget", "3GiB"], makes_trainers=True).remarks
     assert remark.startswith("--offload-host-budget has no effect on a Trainer. In the script, pass OffloadCallback(")
 
 
-def test_a_fraction_that_keeps_all_is_said():
+def test_a_fraction_of_zero_causes_a_warning():
     (remark,) = take_own_flags([*ON, "--activation-offload-fraction", "0"]).remarks
     assert "keeps all sites on the GPU" in remark
 
@@ -71,7 +73,7 @@ def test_a_fraction_that_keeps_all_is_said():
         (["--offload-memory-budget", "60"], "--offload-memory-budget '60' has no unit"),
     ],
 )
-def test_a_flag_of_ours_that_cannot_be_what_it_is_is_refused(words, message):
+def test_invalid_values_of_our_flags_are_rejected(words, message):
     with pytest.raises(ConfigError) as caught:
         take_own_flags(words)
     assert message in str(caught.value)

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support.megatron_stub.training import list_departures
+from support.megatron_stub.training import list_offloaded_places
 from support.trainings import make_config
 
 from fgoffload.environment import keep_environment
@@ -46,7 +46,7 @@ def test_each_forward_is_its_own_microbatch(kind, caplog):
             with caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
                 for _ in range(FORWARDS):
                     forward(kind, model).sum().backward()
-            departures = list_departures(caplog)
+            departures = list_offloaded_places(caplog)
             offload.finish_step()
     finally:
         offload.remove()

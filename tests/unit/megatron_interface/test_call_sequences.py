@@ -13,7 +13,7 @@ from support.megatron_stub.training import (
     LAYERS,
     SEQUENCE,
     check_same,
-    list_departures,
+    list_offloaded_places,
     with_offload,
     without_offload,
 )
@@ -75,7 +75,7 @@ def test_a_gated_delta_product_is_one_group_that_ends_after_its_kernel(recompute
     options = {"kind": "DeltaLayer", "recomputes_qkv": recomputes_qkv}
     with with_offload("gdp_qkv", **options) as training, caplog.at_level(logging.DEBUG, logger="fgoffload.engine"):
         found = [gradient for _ in range(2) for gradient in training.step()]
-        departures = list_departures(caplog)
+        departures = list_offloaded_places(caplog)
         stats = training.offload.last_step.tags
         gate, projected, after = training.layers.PROJECTED
     check_same(found, get_expected(steps=2, **options))
@@ -124,7 +124,7 @@ def test_each_context_manager_ends_its_own_group(caplog):
                 hidden = hidden.exp()
         for manager in managers:
             manager.group_offload(hidden)
-        assert list_departures(caplog) == ["layers.0.mlp_norm mb=0", "layers.1.mlp_norm mb=0"]
+        assert list_offloaded_places(caplog) == ["layers.0.mlp_norm mb=0", "layers.1.mlp_norm mb=0"]
 
 
 def test_group_offload_returns_its_arguments_unchanged():

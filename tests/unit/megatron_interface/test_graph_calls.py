@@ -3,7 +3,7 @@
 import logging
 
 import torch
-from support.megatron_stub.training import LAYERS, check_same, list_departures, with_offload, without_offload
+from support.megatron_stub.training import LAYERS, check_same, list_offloaded_places, with_offload, without_offload
 
 EXPERT_TAGS = ("expert_fc1", "moe_act")
 ENGINE_LOGGER = "fgoffload.engine"
@@ -19,12 +19,12 @@ def test_no_tensor_is_offloaded_between_disable_and_enable(caplog):
         interface = training.layers.off_interface
         interface.disable_offload()
         training.forward().square().sum().backward()
-        assert list_departures(caplog) == []
+        assert list_offloaded_places(caplog) == []
         assert training.offload.engine.finish_step().tags == {}
         check_same(training.take_gradients(), get_expected())
         interface.enable_offload()
         check_same(training.step(microbatches=1), get_expected())
-        assert len(list_departures(caplog)) == 3 * LAYERS
+        assert len(list_offloaded_places(caplog)) == 3 * LAYERS
 
 
 def test_a_group_open_while_offload_is_disabled_is_kept():
@@ -55,13 +55,13 @@ def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(c
         assert list_departures(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
         interface.exit_replay()
         interface.flush_delayed_groups()
-        assert list_departures(caplog) == [f"layers.{layer}.{tag} mb=0" for layer in range(LAYERS) for tag in EXPERT_TAGS]
+        assert list_offloaded_places(caplog) == [f"layers.{layer}.{tag} mb=0" for layer in range(LAYERS) for tag in EXPERT_TAGS]
         interface.flush_delayed_groups()
-        assert list_departures(caplog) == []
+        assert list_offloaded_places(caplog) == []
         output.square().sum().backward()
         check_same(training.take_gradients(), get_expected())
         training.forward()
-        assert len(list_departures(caplog)) == 3 * LAYERS  # the replay is over
+        assert len(list_offloaded_places(caplog)) == 3 * LAYERS  # the replay is over
 
 
 def test_flushing_between_layers_offloads_the_groups_of_earlier_layers(caplog):
@@ -89,4 +89,4 @@ def test_delayed_groups_are_offloaded_immediately_outside_a_replay(caplog):
         for layer in training.models[0].layers:
             layer.experts.delays_offload = True
         check_same(training.step(microbatches=1), get_expected())
-        assert len(list_departures(caplog)) == 2 * LAYERS
+        assert len(list_offloaded_places(caplog)) == 2 * LAYERS

@@ -1,4 +1,4 @@
-"""Tests CUDA graphs in a plan: host launches, staging slots, and tags that a capture cannot support."""
+"""Tests CUDA graphs in a plan: host launches, staging slots, and tags that a capture does not support."""
 
 import dataclasses
 import re
@@ -31,12 +31,12 @@ MIXED = (
     *("--micro-batch-size", "2", "--global-batch-size", "32", "--vocab-size", "32000"),
 )
 DENSE, MOE = 0, 2
-"""A layer of each kind."""
+"""The number of one layer of each kind."""
 WHOLE_BLOCK = Graphs(TRANSFORMER_ENGINE, ("attn", "moe_router", "moe_preprocess"))
 
 
 def read(*flags):
-    """Return what a plan takes `flags` for."""
+    """Return the model, parallelism and assumptions that `flags` describe."""
     model, parallelism = read_model([*MIXED, *flags], source="x.sh")
     return model, parallelism, read_assumptions([*MIXED, *flags], source="x.sh", has_optimizer=False)
 
@@ -51,7 +51,7 @@ def get_layer(ranks, number):
 
 
 def count_launches(number, graphs):
-    """Return what a layer launches each way: with a host that needs a second for each launch that is its time."""
+    """Return the launches of a layer's forward and backward: at one second a launch, its time counts them."""
     model, parallelism, _ = read()
     shape = make_layer_shape(model, parallelism, number)
     layer = make_layer_model(shape, H100, kind="x", efficiency=Efficiency(host_s_per_launch=1.0), graphs=graphs)
@@ -66,7 +66,7 @@ def count_kernels(number, *segments):
 
 ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 PERMUTATION = 10
-"""Kernels, unfused."""
+"""Kernels of an unfused permutation."""
 
 
 @pytest.mark.parametrize(
@@ -79,26 +79,26 @@ PERMUTATION = 10
         (MOE, WHOLE_BLOCK, (*ATTENTION, "mlp_norm", "router"), PERMUTATION),
     ],
 )
-def test_the_host_launches_a_graph_in_place_of_the_kernels_that_it_holds(number, graphs, segments, others):
+def test_one_graph_launch_replaces_the_launches_of_its_kernels(number, graphs, segments, others):
     eager, captured = count_launches(number, NO_CAPTURE), count_launches(number, graphs)
     kernels = count_kernels(number, *segments)
-    assert captured == tuple(all_ - held - others + GRAPH_LAUNCHES for all_, held in zip(eager, kernels, strict=True))
+    assert captured == tuple(all_ - own - others + GRAPH_LAUNCHES for all_, own in zip(eager, kernels, strict=True))
 
 
-def test_a_graph_of_a_whole_layer_or_dense_local_one_is_all_that_the_host_launches_for_it():
+def test_a_whole_layer_graph_is_the_only_launch_of_its_layer():
     for number, graphs in ((MOE, Graphs(TRANSFORMER_ENGINE)), (DENSE, Graphs(LOCAL, ("attn",)))):
         assert count_launches(number, graphs) == (GRAPH_LAUNCHES, GRAPH_LAUNCHES)
     assert count_launches(DENSE, Graphs(TRANSFORMER_ENGINE, ("moe_router",))) == count_launches(DENSE, NO_CAPTURE)
 
 
-def test_no_host_is_late_or_waits_in_a_graph_of_a_full_iteration():
+def test_a_full_iteration_graph_is_never_launch_bound_and_has_no_host_waits():
     model, parallelism, assumptions = read("--pipeline-model-parallel-size", "2")
-    late = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=1.0))
-    never_late = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=0.0))
-    graphs = dataclasses.replace(late, graphs=Graphs(FULL_ITERATION))
-    eager, captured = (build_ranks(model, parallelism, H100, assumptions=one) for one in (never_late, graphs))
-    nothing = OffloadPlan(actions={})
-    assert simulate(captured, nothing).step_s == simulate(eager, nothing).step_s
+    launch_bound = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=1.0))
+    never_launch_bound = dataclasses.replace(assumptions, efficiency=Efficiency(host_s_per_launch=0.0))
+    graphs = dataclasses.replace(launch_bound, graphs=Graphs(FULL_ITERATION))
+    eager, captured = (build_ranks(model, parallelism, H100, assumptions=one) for one in (never_launch_bound, graphs))
+    baseline = OffloadPlan(actions={})
+    assert simulate(captured, baseline).step_s == simulate(eager, baseline).step_s
     assert [rank.host_pace for rank in captured] == [HostPace.STEP_AHEAD] * 2
     assert {segment.host_wait for segment in captured[1].chunks[0].layers[0].model.segments} == {None}
 
@@ -107,23 +107,23 @@ def make_plan(*tags, action=Action.OFFLOAD):
     return OffloadPlan(actions={Site(chunk=0, layer=number, tag=tag): action for number in range(4) for tag in tags})
 
 
-def test_offload_inside_a_graph_takes_two_slots_as_large_as_the_largest_layer():
+def test_offload_inside_a_graph_needs_two_slots_sized_for_the_largest_layer():
     ranks, plan = build(WHOLE_BLOCK), make_plan("core_attn", "attn_proj")
     # Query, key and value and the attention output: 2sb(3h) and 2sbh.
     slot_bytes = 2 * 2048 * 2 * (3 * 2048 + 2048)
     kept, captured = (simulate(ranks, one).ranks[0] for one in (OffloadPlan(actions={}), plan))
     assert captured.static_bytes == ranks[0].static_bytes + STAGING_SLOTS * slot_bytes
-    # Of all four layers it is gone when the loss begins, copied or not.
+    # All four layers have freed their tensors when the loss begins, even those still being copied.
     assert kept.peak_at == captured.peak_at == "B0 output_layer"
     assert captured.peak_bytes == kept.peak_bytes - 4 * slot_bytes + STAGING_SLOTS * slot_bytes
     assert captured.end_bytes == captured.static_bytes
     assert captured.d2h_bytes == 16 * 4 * slot_bytes
-    # Passes that repeat are counted, and come to what they would one by one.
+    # The simulator reuses the results of repeated passes; a full timeline has the same peak.
     assert simulate(ranks, plan, detail=Detail.TIMELINE).ranks[0].peak_bytes == captured.peak_bytes
 
 
 @pytest.mark.parametrize("graphs", [WHOLE_BLOCK, Graphs(FULL_ITERATION)])
-def test_offload_outside_a_graph_or_in_a_full_iteration_graph_takes_no_slot(graphs):
+def test_offload_outside_a_graph_or_in_a_full_iteration_graph_needs_no_slot(graphs):
     ranks = build(graphs)
     plan = OffloadPlan(actions={Site(chunk=0, layer=3, tag="expert_fc1"): Action.OFFLOAD})
     assert simulate(ranks, plan).ranks[0].static_bytes == ranks[0].static_bytes
@@ -140,7 +140,7 @@ def test_offload_outside_a_graph_or_in_a_full_iteration_graph_takes_no_slot(grap
         (MOE, ("moe_router", "moe_preprocess"), "router", 0),
     ],
 )
-def test_inputs_and_outputs_of_a_graph_stay(number, modules, tag, stays):
+def test_inputs_and_outputs_of_a_graph_stay_on_the_gpu(number, modules, tag, stays):
     plan = OffloadPlan(actions={Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD})
     eager, captured = (simulate(build(graphs), plan) for graphs in (NO_CAPTURE, Graphs(TRANSFORMER_ENGINE, modules)))
     hidden_bytes, microbatches = 2 * 2048 * 2 * 2048, 16
@@ -157,7 +157,7 @@ GRAPHS = [
 
 
 @pytest.mark.parametrize("graphs", [WHOLE_BLOCK, Graphs(LOCAL, ("attn", "moe_router")), Graphs(FULL_ITERATION)])
-def test_plans_keep_to_what_a_capture_can_hold(graphs):
+def test_plans_use_only_actions_that_a_capture_supports(graphs):
     eager, captured = (simulate(build(one), OffloadPlan(actions={})).peak_bytes for one in (NO_CAPTURE, graphs))
     assert eager == captured
     budget_bytes = captured - 200 * MIB
@@ -170,12 +170,12 @@ def test_plans_keep_to_what_a_capture_can_hold(graphs):
         if action.offloads:
             assert site.tag not in find_kept(*graphs, is_moe=is_moe)
     assert "full recompute" not in report.baselines
-    # What Megatron's flags say of the same training is nothing that it refuses either.
+    # The nearest Megatron flags are ones that Megatron accepts, too.
     assert report.solution.nearest is None or "full" not in report.solution.nearest.flags.list_arguments()
 
 
 @pytest.mark.parametrize("graphs", GRAPHS)
-def test_a_layer_refuses_what_a_capture_cannot_hold(graphs):
+def test_actions_that_a_capture_does_not_support_are_rejected(graphs):
     ranks = build(graphs)
     for number, is_moe in ((DENSE, False), (MOE, True)):
         eager = get_layer(build(), number)
@@ -187,12 +187,12 @@ def test_a_layer_refuses_what_a_capture_cannot_hold(graphs):
                 simulate(ranks, OffloadPlan(actions={Site(chunk=0, layer=number, tag=tag): action}))
 
 
-def test_a_profile_of_eager_steps_is_planned_as_its_graphs_allow():
+def test_an_eager_profile_is_planned_under_the_limits_of_its_graphs():
     (table,) = build(WHOLE_BLOCK)
     (eager,) = build()
     captured = capture_rank(eager, WHOLE_BLOCK, has_shared_overlap=False)
     for own, other in zip(captured.chunks[0].layers, table.chunks[0].layers, strict=True):
-        # A graph is launched sooner, so that what runs again takes less.
+        # One launch of a graph is cheaper, so recompute takes less time.
         units = [dataclasses.replace(unit, extra_s=0.0) for unit in own.model.units]
         assert units == [dataclasses.replace(unit, extra_s=0.0) for unit in other.model.units]
         assert own.model.offloadable_tags == other.model.offloadable_tags
@@ -201,7 +201,7 @@ def test_a_profile_of_eager_steps_is_planned_as_its_graphs_allow():
     assert capture_rank(eager, Graphs(FULL_ITERATION), has_shared_overlap=False).host_pace is HostPace.STEP_AHEAD
 
 
-def test_flags_say_what_is_captured():
+def test_cuda_graph_flags_set_the_captured_modules():
     root = Path(__file__).parents[3]
     text = (root / "arguments" / "launch_bound_graphs.sh").read_text(encoding="utf-8")
     flags = re.findall(r"--cuda-graph-(?:impl|modules)[^\n]*", text)

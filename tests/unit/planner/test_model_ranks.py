@@ -1,4 +1,4 @@
-"""Tests how a model and its ranks become the simulator's input, and planning with one call."""
+"""Tests ranks built from a model and its parallelism, and planning with one call."""
 
 import dataclasses
 
@@ -27,24 +27,24 @@ H200 = get_hardware("h200")
 
 
 @pytest.mark.parametrize(("hardware", "named"), [("h100", "'h100'"), (None, "None")])
-def test_a_name_is_no_device_and_the_error_says_how_to_get_one(hardware, named):
+def test_a_device_name_in_place_of_hardware_is_rejected_with_a_fix(hardware, named):
     with pytest.raises(ConfigError, match=rf'hardware {named} is not a Hardware\. Use get_hardware\("h100"\)'):
         plan(MODEL, ONE, hardware, budget_bytes=60 * GIB)
 
 
-def test_a_plan_keeps_to_the_budget_and_beats_full_recompute():
-    bare = Assumptions(state=ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0), reserve_bytes=0)
-    ranks = build_ranks(MODEL, ONE, H200, assumptions=bare)
-    nothing = simulate(ranks, OffloadPlan(actions={}))
-    budget_bytes = nothing.peak_bytes - 3 * GIB
-    report = plan(MODEL, ONE, H200, budget_bytes=budget_bytes, assumptions=bare)
-    assert report.baselines["baseline"] == nothing
+def test_a_plan_fits_the_budget_and_beats_full_recompute():
+    minimal = Assumptions(state=ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0), reserve_bytes=0)
+    ranks = build_ranks(MODEL, ONE, H200, assumptions=minimal)
+    baseline = simulate(ranks, OffloadPlan(actions={}))
+    budget_bytes = baseline.peak_bytes - 3 * GIB
+    report = plan(MODEL, ONE, H200, budget_bytes=budget_bytes, assumptions=minimal)
+    assert report.baselines["baseline"] == baseline
     assert report.solution.result.peak_bytes <= budget_bytes
-    assert nothing.step_s < report.solution.result.step_s < report.baselines["full recompute"].step_s
+    assert baseline.step_s < report.solution.result.step_s < report.baselines["full recompute"].step_s
     assert simulate(ranks, report.solution.plan) == report.solution.result
 
 
-def test_a_rate_that_is_not_known_is_said_once_and_not_where_it_was_measured(caplog):
+def test_unknown_rates_cause_one_warning_and_measured_rates_none(caplog):
     ranks = Parallelism(expert_parallel_size=16, data_parallel_size=16)
     build_ranks(MODEL, ranks, get_hardware("mi300x"))
     assert [record.message for record in caplog.records] == [

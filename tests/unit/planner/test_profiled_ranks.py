@@ -13,9 +13,9 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
 from fgoffload.planner.timing.profile import Profile, RankProfile
 
-NOTHING = OffloadPlan(actions={})
+BASELINE = OffloadPlan(actions={})
 RATE = CopyRate(size_bytes=1024, d2h_bytes_per_s=1e9, h2d_bytes_per_s=1e9, duplex_bytes_per_s=1e9)
-# Two stages of a layer that takes 1 s forward and 2 s backward: three a microbatch, and those of the other stage once.
+# Two stages, each 1 s forward and 2 s backward: 3 s for each of 4 microbatches, and 3 s of pipeline bubble.
 STEP_S = 4 * 3 + 3
 END_S = 0.5
 
@@ -33,15 +33,15 @@ def make_profile(*, stages=2, plain_step_s=None):
     return Profile(device="a device", versions={}, date="2026-11-24", link=link, ranks=tuple(ranks), plain_step_s=plain_step_s)
 
 
-def count_step_s(profile, **options):
-    return simulate(make_rank_models(profile, **options), NOTHING).step_s
+def simulate_step_s(profile, **options):
+    return simulate(make_rank_models(profile, **options), BASELINE).step_s
 
 
-def test_a_pipeline_that_keeps_all_takes_its_plain_step():
-    assert count_step_s(make_profile()) == STEP_S + END_S
-    assert count_step_s(make_profile(plain_step_s=20.0)) == 20.0
+def test_the_baseline_of_a_pipeline_takes_the_measured_plain_step():
+    assert simulate_step_s(make_profile()) == STEP_S + END_S
+    assert simulate_step_s(make_profile(plain_step_s=20.0)) == 20.0
 
 
-def test_a_profile_of_the_link_alone_is_refused():
+def test_a_link_only_profile_is_rejected():
     with pytest.raises(ConfigError, match="rank 0 is not in the profile, which has only the link"):
         make_rank_models(dataclasses.replace(make_profile(), ranks=()))

@@ -1,6 +1,6 @@
-"""Compares the bytes of each tag with tensors written down by hand, for measured layers and for layers split over two ranks.
+"""Compares the saved bytes of each tag with tensors listed by hand, for measured layers and for two tensor parallel ranks.
 
-A tensor is its shape and type. Those of the measured layers are what Transformer Engine 2.20.2 and megatron-core 0.16.1 saved
+A tensor is its shape and dtype. Those of the measured layers were saved by Transformer Engine 2.20.2 and megatron-core 0.16.1
 with torch 2.11 on an H200.
 """
 
@@ -22,7 +22,7 @@ def sum_bytes(*tensors):
     return sum(math.prod(tensor[:-1]) * ITEM_BYTES[tensor[-1]] for tensor in tensors)
 
 
-# Measured: s 256, b 2, h 256, 4 heads of 64 channels, MLP of 512, 8 experts of 256, 2 a token, shared experts of 256.
+# Measured: s 256, b 2, h 256, 4 heads of 64 channels, MLP of 512, 8 experts of 256, 2 per token, shared experts of 256.
 
 ATTENTION = {
     "micro_batch_size": 2,
@@ -104,7 +104,7 @@ MEASURED = {
         },
     ),
 }
-# As the engine counted them, in one layer and microbatch: to see that the tensors above are those.
+# The engine's counts for one layer and microbatch, which the tensors above must add up to.
 COUNTED = {
     "dense": {"qkv_linear": 526336, "core_attn": 1056796, "attn_proj": 262144, "mlp_fc1": 526336, "mlp_act": 1048576},
     "experts": {"mlp_norm": 264192, "router": 294980, "expert_fc1": 524288, "moe_act": 1050624, "moe_combine": 532480},
@@ -115,14 +115,14 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("name", MEASURED)
-def test_each_tag_saves_what_was_measured(name):
+def test_saved_bytes_of_each_tag_match_the_measurement(name):
     shape, tensors = MEASURED[name]
     assert count_tag_bytes(shape) == {tag: sum_bytes(*found) for tag, found in tensors.items()}
     assert count_tag_bytes(shape).items() >= COUNTED[name].items()
 
 
-# Two ranks, and no size a multiple of another by chance: s 48, b 3, so 72 tokens a rank; h 40, 8 heads, 4 groups, q and k of 6
-# channels, v of 10.
+# Two ranks, with sizes that are no multiples of each other: s 48, b 3, so 72 tokens a rank; h 40, 8 heads, 4 groups, q and k
+# of 6 channels, v of 10.
 
 UNEQUAL = {
     "micro_batch_size": 3,
@@ -139,7 +139,7 @@ UNEQUAL_EXPERTS = ExpertsShape(num_experts=12, topk=5, ffn_hidden_size=14, share
 PART, PART_ROWS, PERMUTED = (24, 3, 40, "bf16"), (72, "fp32"), 72 * 5
 
 
-def test_ranks_of_latent_attention_share_heads_and_not_the_rotary_tables():
+def test_tensor_parallel_mla_splits_heads_but_not_rotary_tables():
     latent = LatentShape(q_lora_rank=18, kv_lora_rank=20, qk_pos_emb_head_dim=2)
     shape = LayerShape(**UNEQUAL | {"num_query_groups": 8}, ffn_hidden_size=26, latent=latent)
     compressed = ((24, 3, 18, "bf16"), (24, 3, 20, "bf16"))
@@ -154,20 +154,20 @@ def test_ranks_of_latent_attention_share_heads_and_not_the_rotary_tables():
     assert count_tag_bytes(direct)["qkv_linear"] == sum_bytes(PART, compressed[1], *tables)
 
 
-def test_a_whole_query_has_a_norm_of_the_hidden_states_in_its_linear():
+def test_mla_without_query_compression_normalizes_hidden_states_in_its_query_linear():
     latent = LatentShape(q_lora_rank=None, kv_lora_rank=20, qk_pos_emb_head_dim=2, has_qk_norm=True)
     shape = LayerShape(**UNEQUAL | {"num_query_groups": 8}, ffn_hidden_size=26, latent=latent)
     compressed, rest = (24, 3, 20), (PART_ROWS, PART_ROWS, *4 * ((48, 1, 1, 2, "bf16"),))
     saved = (PART, PART, (*compressed, "bf16"), (*compressed, "bf16"), *rest)
     assert count_tag_bytes(shape)["qkv_linear"] == sum_bytes(*saved)
-    # In fp8 the norms' inputs stay in bf16, and the linears keep three copies in fp8, each with its scale.
+    # In fp8 the norms save their inputs in bf16, and the linears save three fp8 copies, each with a scale.
     in_fp8 = (*2 * ((*PART[:-1], "fp8"),), (*compressed, "fp8"), *3 * ((1, "fp32"),))
     quantized = dataclasses.replace(shape, fp8_recipe="tensorwise")
     assert count_tag_bytes(quantized)["qkv_linear"] == sum_bytes(PART, (*compressed, "bf16"), *in_fp8, *rest)
 
 
-def test_the_small_model_of_deepseek_v2_lite_saves_what_an_h100_saved_with_megatron_0_19():
-    """Measured 494592 bytes above those without the query's norm, of two layers with 384 tokens of 320 channels."""
+def test_small_deepseek_v2_lite_matches_the_bytes_saved_on_an_h100_with_megatron_0_19():
+    """Two layers with 384 tokens of 320 channels save 494592 bytes more than without the query's norm."""
     latent = LatentShape(q_lora_rank=None, kv_lora_rank=128, qk_pos_emb_head_dim=32, has_qk_norm=True)
     shape = dataclasses.replace(MLA, seq_length=192, hidden_size=320, latent=latent)
     without = ((384, 320, "bf16"), *2 * ((384, 128, "bf16"),), (384, "fp32"), *4 * ((192, 1, 1, 32, "bf16"),))
@@ -192,7 +192,7 @@ def test_the_small_model_of_deepseek_v2_lite_saves_what_an_h100_saved_with_megat
     ],
     ids=str,
 )
-def test_what_the_router_saves_of_its_scores(router, tensors):
+def test_router_bytes_depend_on_its_score_function_and_balancing(router, tensors):
     experts = dataclasses.replace(UNEQUAL_EXPERTS, router=RouterShape(**router))
     shape = LayerShape(**UNEQUAL, experts=experts)
     assert count_tag_bytes(shape)["router"] == sum_bytes(PART, (72, 5, "int64"), *tensors)
@@ -200,7 +200,7 @@ def test_what_the_router_saves_of_its_scores(router, tensors):
     assert count_tag_bytes(shape)["moe_act"] == sum_bytes((PERMUTED, 28, "bf16"), probabilities)
 
 
-def test_shared_experts_that_overlap_keep_the_gathered_sequence_and_share_nothing():
+def test_overlapped_shared_experts_save_the_gathered_sequence_in_their_own_storage():
     shape = LayerShape(**UNEQUAL, experts=dataclasses.replace(UNEQUAL_EXPERTS, has_shared_overlap=True))
     gathered = (48, 3, 40, "bf16")
     assert count_tag_bytes(shape)["shared_expert"] == sum_bytes(gathered, (48, 3, 22, "bf16"), (48, 3, 11, "bf16"))
@@ -209,31 +209,31 @@ def test_shared_experts_that_overlap_keep_the_gathered_sequence_and_share_nothin
     )
 
 
-# Experts that several ranks share, and routing that is not balanced.
+# Expert parallelism with imbalanced routing.
 
 
-def test_the_rank_with_the_most_tokens_has_as_many_rows_more():
+def test_imbalance_adds_rows_to_the_experts_of_the_busiest_rank():
     experts = dataclasses.replace(UNEQUAL_EXPERTS, expert_parallel_size=4)  # 3 experts a rank
     skewed = dataclasses.replace(experts, imbalance=1.25)
     balanced, found = (count_tag_bytes(LayerShape(**UNEQUAL, experts=e, is_deterministic=True)) for e in (experts, skewed))
-    rows = 450  # 1.25 of 72 tokens that go to 5 experts each
+    rows = 450  # 1.25 x 72 tokens x 5 experts per token
     assert found["expert_fc1"] == sum_bytes((rows, 40, "bf16"))
     assert found["moe_act"] == sum_bytes((rows, 28, "bf16"), (rows, "bf16"))
     assert found["expert_fc2"] == sum_bytes((rows, 14, "bf16"))
-    # The router and the way back are of the rank's own tokens, wherever they went.
+    # The router and the combine work on the rank's own tokens, whichever experts those use.
     own = ("router", "moe_combine", "shared_expert", "core_attn")
     assert {tag: found[tag] for tag in own} == {tag: balanced[tag] for tag in own}
 
 
-# FP8, from the code of Transformer Engine. Two ranks, 96 tokens a rank and 192 of all sequences: h 160, 8 heads, 4 groups, q
-# and k of 24 channels, v of 40.
+# FP8, from the code of Transformer Engine. Two ranks, 96 tokens a rank and 192 in total: h 160, 8 heads, 4 groups, q and k of
+# 24 channels, v of 40.
 
 FP8_SIZES = UNEQUAL | {"seq_length": 64, "hidden_size": 160, "qk_channels": 24, "v_channels": 40}
 FP8_DENSE = LayerShape(**FP8_SIZES, ffn_hidden_size=416)
 FP8_ROWS = (96, "fp32")
 FP8_INPUT = (96, 160, "bf16")
 SCALE = (1, "fp32")
-# An input's channels, over all of its rows, and what scales it: in blocks of 128 rows, of 32 rows, or as a whole.
+# Scales of the inputs: one per block of 128 rows, one per block of 32 rows, or one per tensor.
 SCALES = {
     "delayed": {"h": (SCALE,), "proj": (SCALE,), "f": (SCALE,)},
     "tensorwise": {"h": (SCALE,), "proj": (SCALE,), "f": (SCALE,)},
@@ -243,7 +243,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("recipe", SCALES)
-def test_linears_of_a_dense_layer_keep_their_inputs_in_fp8(recipe):
+def test_linears_of_a_dense_layer_save_their_inputs_in_fp8(recipe):
     scales = SCALES[recipe]
     found = count_tag_bytes(dataclasses.replace(FP8_DENSE, fp8_recipe=recipe))
     before = count_tag_bytes(FP8_DENSE)
@@ -257,14 +257,14 @@ def test_linears_of_a_dense_layer_keep_their_inputs_in_fp8(recipe):
 @pytest.mark.parametrize(
     ("recipe", "each", "inputs"),
     [
-        # 480 rows of 4 experts are 120 each: up to a multiple of 16 or 32.
+        # 480 rows over 4 experts are 120 each, padded to a multiple of 16 or 32.
         ("delayed", 128, (SCALE,)),
         ("tensorwise", 128, (SCALE,)),
         ("blockwise", 128, ((1, 160, "fp32"),)),
         ("mxfp8", 128, ((4, 256, "fp8"),)),
     ],
 )
-def test_each_expert_pads_its_rows_and_scales_them_by_itself(recipe, each, inputs):
+def test_fp8_experts_pad_and_scale_their_rows_separately(recipe, each, inputs):
     experts = ExpertsShape(num_experts=4, topk=2, ffn_hidden_size=48)
     shape = LayerShape(**FP8_SIZES | {"seq_length": 160}, experts=experts, fp8_recipe=recipe)  # 240 tokens a rank
     found = count_tag_bytes(shape)
@@ -285,12 +285,12 @@ def test_each_expert_pads_its_rows_and_scales_them_by_itself(recipe, each, input
     ],
     ids=str,
 )
-def test_storages_that_two_tags_save_count_once(shape, tags, shared):
+def test_a_storage_saved_under_two_tags_is_counted_once(shape, tags, shared):
     alone = count_tag_bytes(shape)
     assert count_bytes(shape, tags) == sum(alone[tag] for tag in tags) - sum_bytes(*shared)
 
 
-def test_a_tag_that_nobody_knows_is_refused():
+def test_an_unknown_tag_is_rejected():
     with pytest.raises(ConfigError, match=r"'core_atn' is not a tag\. Did you mean 'core_attn'"):
         count_bytes(DENSE, ("core_atn",))
 
@@ -303,7 +303,7 @@ def test_a_tag_that_nobody_knows_is_refused():
         ({"imbalance": 0.9}, "imbalance 0.9 must be finite and at least 1. Use 1 for"),
     ],
 )
-def test_experts_that_cannot_be_are_refused(fields, message):
+def test_invalid_experts_are_rejected(fields, message):
     with pytest.raises(ConfigError) as refused:
         dataclasses.replace(EXPERTS, **fields)
     assert str(refused.value).startswith(message)

@@ -1,6 +1,6 @@
-"""Compares parameters of public models with published numbers, and the memory of a rank with sums by hand.
+"""Compares the static memory of a rank with sums by hand, for public models.
 
-That each rank has the parameters that Megatron builds there is in tests/unit/megatron/test_parameters.py.
+tests/unit/megatron/test_parameters.py compares the parameters of each rank with those that Megatron builds.
 """
 
 import dataclasses
@@ -26,10 +26,7 @@ MIXTRAL = dataclasses.replace(
 )
 
 
-# What a rank holds.
-
-
-def test_one_rank_without_any_sharing_holds_18_bytes_a_parameter():
+def test_a_single_rank_needs_18_bytes_per_parameter():
     found = list_static_memory(LLAMA_8B, Parallelism(has_distributed_optimizer=False), 0)
     assert found.weight_bytes == 2 * 8_030_261_248
     assert found.gradient_bytes == 4 * 8_030_261_248
@@ -37,7 +34,7 @@ def test_one_rank_without_any_sharing_holds_18_bytes_a_parameter():
     assert found.allocated_bytes == 18 * 8_030_261_248 + found.workspace_bytes == found.total_bytes - found.reserve_bytes
 
 
-def test_the_distributed_optimizer_is_shared_over_data_and_context_parallel_ranks():
+def test_the_distributed_optimizer_shards_over_data_and_context_parallel_ranks():
     parallelism = Parallelism(data_parallel_size=4, context_parallel_size=2)
     found = list_static_memory(LLAMA_8B, parallelism, 0)
     assert found.optimizer_bytes == 12 * 8_030_261_248 // 8
@@ -46,7 +43,7 @@ def test_the_distributed_optimizer_is_shared_over_data_and_context_parallel_rank
     assert list_static_memory(LLAMA_8B, alone, 0).optimizer_bytes == 12 * 8_030_261_248
 
 
-def test_two_layers_of_shared_weights_are_whole_and_weights_in_fp8_have_no_others():
+def test_two_layers_of_sharded_weights_are_gathered_and_fp8_weights_replace_bf16():
     eight, count = Parallelism(data_parallel_size=8), 8_030_261_248
     state = ParameterState(shards_gradients=True, shards_weights=True, offloaded_part=0.5)
     found, whole = list_static_memory(LLAMA_8B, eight, 0, state=state), count // 8 + count // 16
@@ -57,7 +54,7 @@ def test_two_layers_of_shared_weights_are_whole_and_weights_in_fp8_have_no_other
     assert (found.weight_bytes, found.fp8_weight_bytes) == (2 * (count - linear), 2 * linear)
 
 
-def test_experts_have_fewer_copies_to_share_their_optimizer():
+def test_expert_optimizer_state_shards_over_fewer_ranks():
     experts = 32 * 8 * 3 * 4096 * 14336
     dense = 46_702_792_704 - experts
     parallelism = Parallelism(data_parallel_size=8, expert_parallel_size=4)
@@ -70,22 +67,19 @@ def test_experts_have_fewer_copies_to_share_their_optimizer():
     ("recipe", "scale_bytes"),
     [(None, None), ("delayed", 0), ("blockwise", 4 / 16384)],
 )
-def test_linear_weights_have_two_copies_in_fp8(recipe, scale_bytes):
+def test_linear_weights_have_two_fp8_copies(recipe, scale_bytes):
     linear = 32 * (4096 * 48 * 128 + 4096 * 4096 + 3 * 4096 * 14336)
     found = list_static_memory(dataclasses.replace(LLAMA_8B, fp8_recipe=recipe), Parallelism(), 0)
     assert found.fp8_weight_bytes == (0 if recipe is None else 2 * linear * (1 + scale_bytes))
     assert found.weight_bytes == 2 * 8_030_261_248
 
 
-def test_bytes_that_are_not_whole_are_refused():
+def test_fractional_bytes_per_parameter_are_rejected():
     with pytest.raises(ConfigError, match=r"moment_bytes 0.5 is not a whole number\. Use an int\."):
         ParameterState(moment_bytes=0.5)
 
 
-# The loss. Two sequences of 8192 tokens, a vocabulary of 128256.
-
-
-def test_the_cross_entropy_of_megatron_saves_what_the_formula_says():
+def test_saved_bytes_of_megatrons_cross_entropy_match_the_formula():
     torch = pytest.importorskip("torch")
     cross_entropy = pytest.importorskip("megatron.core.tensor_parallel.cross_entropy")
     model = dataclasses.replace(LLAMA_8B, vocab_size=256, seq_length=24, hidden_size=64)
@@ -96,9 +90,9 @@ def test_the_cross_entropy_of_megatron_saves_what_the_formula_says():
         return tensor
 
     with pytest.MonkeyPatch.context() as patch:
-        # One rank has the whole vocabulary, and nothing to ask of others.
+        # One rank has the whole vocabulary and needs no communication.
         patch.setattr(cross_entropy, "get_tensor_model_parallel_group", lambda: None)
-        if hasattr(cross_entropy, "get_tensor_model_parallel_rank"):  # newer versions ask the group, and take None for one rank
+        if hasattr(cross_entropy, "get_tensor_model_parallel_rank"):  # newer versions read the group, and None is a single rank
             patch.setattr(cross_entropy, "get_tensor_model_parallel_rank", lambda: 0)
             patch.setattr(cross_entropy, "get_tensor_model_parallel_world_size", lambda: 1)
         patch.setattr(torch.distributed, "all_reduce", lambda *_, **__: None)
@@ -112,7 +106,7 @@ def test_the_cross_entropy_of_megatron_saves_what_the_formula_says():
     assert sum(storage.nbytes() for storage in saved.values()) == found.saved_bytes - norm_and_input
 
 
-def test_a_rank_of_a_shared_layer_holds_the_buffer_that_gathers_the_whole_sequence():
+def test_sequence_parallel_ranks_allocate_a_buffer_for_the_gathered_sequence():
     parallelism = Parallelism(tensor_parallel_size=4, has_distributed_optimizer=False)
     found = list_static_memory(LLAMA_8B, parallelism, 0)
     assert found.gather_buffer_bytes == 2 * 8192 * 4096

@@ -1,4 +1,4 @@
-"""Compares tensors without a tag with lists written by hand, and with Megatron's functions on the CPU."""
+"""Compares untagged tensors with lists written by hand, and with Megatron's functions on the CPU."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from fgoffload.planner.memory.saved_bytes import count_tag_bytes, list_untagged_
 from fgoffload.planner.model.layer_shape import ExpertsShape, LayerShape, RouterShape
 
 ITEM_BYTES = {"bool": 1, "fp8": 1, "bf16": 2, "fp32": 4, "int32": 4, "int64": 8}
-# Two ranks: s 48, b 3, so 72 tokens a rank; 12 experts, 5 a token.
+# Two ranks: s 48, b 3, so 72 tokens a rank; 12 experts, 5 per token.
 SIZES = {
     "micro_batch_size": 3,
     "seq_length": 48,
@@ -59,19 +59,19 @@ def with_biases(**fields):
     ],
     ids=range(7),
 )
-def test_tensors_without_a_tag(shape, tensors):
+def test_untagged_tensors_match_lists_by_hand(shape, tensors):
     assert count_untagged(shape) == sum_bytes(*tensors)
 
 
-def test_the_embedding_that_a_fused_kernel_keeps_is_the_whole_models():
+def test_fused_rotary_saves_one_embedding_for_all_layers():
     shape = dataclasses.replace(DENSE, rotary_channels=6, has_fused_rotary=True)
     assert [tensor.is_same_in_all_layers for tensor in list_untagged_tensors(shape)] == [True]
     unfused = dataclasses.replace(shape, has_fused_rotary=False)
     assert [tensor.is_same_in_all_layers for tensor in list_untagged_tensors(unfused)] == [False]
 
 
-def save(function):
-    """Return the bytes of the storages that `function` saves for backward, each once, without parameters and inputs."""
+def count_saved_bytes(function):
+    """Return the bytes that `function` saves for backward, counting each storage once."""
     storages = {}
 
     def pack(tensor):
@@ -84,23 +84,23 @@ def save(function):
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def test_megatron_turns_heads_with_the_cosine_and_sine_of_the_formula():
+def test_bytes_saved_by_megatrons_rotary_embedding_match_the_formula():
     rope = pytest.importorskip("megatron.core.models.common.embeddings.rope_utils")
     embedding = torch.rand(48, 1, 1, 6)
 
-    def turn():
+    def rotate():
         # Query and key of a rank's 4 heads and 2 groups.
         heads = [torch.rand(48, 3, count, 8, dtype=torch.bfloat16, requires_grad=True) for count in (4, 2)]
         return [rope._apply_rotary_pos_emb_bshd(head, embedding) for head in heads]
 
-    assert save(turn) == count_untagged(dataclasses.replace(DENSE, rotary_channels=6))
+    assert count_saved_bytes(rotate) == count_untagged(dataclasses.replace(DENSE, rotary_channels=6))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_megatron_permutes_tokens_with_the_places_of_the_formula(dtype):
+def test_bytes_saved_by_megatrons_permutation_match_the_formula(dtype):
     utils = pytest.importorskip("megatron.core.transformer.moe.moe_utils")
     if permutes_by_mask():
-        pytest.skip("the formula is of megatron-core from 0.17 on")
+        pytest.skip("the formula is for megatron-core 0.17 and newer")
     chosen = torch.rand(72, 12).topk(5, dim=1).indices
     routing_map = torch.zeros(72, 12, dtype=torch.bool).scatter(1, chosen, value=True)
 
@@ -109,5 +109,5 @@ def test_megatron_permutes_tokens_with_the_places_of_the_formula(dtype):
         probabilities = torch.rand(72, 12, dtype=dtype, requires_grad=True)
         return utils.permute(tokens, routing_map, probs=probabilities, num_out_tokens=360)
 
-    places = count_tag_bytes(MOE)["moe_combine"]  # saved by the way back too, which has a tag
-    assert save(permute) - places == count_untagged(MOE)
+    indices = count_tag_bytes(MOE)["moe_combine"]  # the unpermutation saves them too, under a tag
+    assert count_saved_bytes(permute) - indices == count_untagged(MOE)

@@ -1,4 +1,4 @@
-"""Tests models from `config.json`, with figures from the published files on Hugging Face."""
+"""Tests models read from `config.json`, using the published files on Hugging Face."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 from fgoffload.planner.model.parameters import count_rank_parameters
 
 CONFIGS = json.loads(Path(__file__).with_name("configs.json").read_text(encoding="utf-8"))
-"""Models with the parameters that their makers name, in billions; of the last three some parts are not modelled."""
+"""Models with their published parameter counts, in billions. Some parts of the last three are not modelled."""
 LLAMA3_8B, QWEN2_7B, QWEN3_30B_A3B, MIXTRAL_8X7B, DEEPSEEK_V3, GPT_OSS_120B, *_ = (
     entry["config"] for entry in CONFIGS.values()
 )
@@ -25,18 +25,18 @@ def read(tmp_path, document, **options):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_model_has_as_many_parameters_as_its_maker_says(tmp_path, name):
+def test_parameter_counts_match_the_published_ones(tmp_path, name):
     model = read(tmp_path, CONFIGS[name]["config"])
     assert count_rank_parameters(model, Parallelism(), 0).count / 1e9 == pytest.approx(CONFIGS[name]["billions"], rel=5e-4)
 
 
-def test_layers_without_experts_are_those_that_the_file_names(tmp_path):
+def test_dense_layers_follow_the_sparse_step_and_mlp_only_layers(tmp_path):
     document = {**QWEN3_30B_A3B, "num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
-    # Every second layer has experts, from the second on, and the fourth is named.
+    # Every second layer has experts, starting with the second, except the fourth, which `mlp_only_layers` lists.
     assert read(tmp_path, document).moe_layers == (False, True, False, False, False, True)
 
 
-def test_the_experts_of_deepseek_are_read(tmp_path):
+def test_experts_of_deepseek_v3_are_read(tmp_path):
     model = read(tmp_path, DEEPSEEK_V3)
     assert model.experts == ExpertsShape(
         num_experts=256,
@@ -50,7 +50,7 @@ def test_the_experts_of_deepseek_are_read(tmp_path):
     assert (model.mtp_num_layers, model.get_kind(61)) == (1, "mtp")
 
 
-def test_gpt_oss_has_windows_sinks_biases_and_a_quick_gate(tmp_path):
+def test_gpt_oss_has_windows_sinks_biases_and_quick_gelu(tmp_path):
     model = read(tmp_path, GPT_OSS_120B)
     assert model.has_quick_gate
     assert not read(tmp_path, QWEN3_30B_A3B).has_quick_gate
@@ -61,7 +61,7 @@ def test_gpt_oss_has_windows_sinks_biases_and_a_quick_gate(tmp_path):
     assert read(tmp_path, without).window_layers == (True, False) * 18
 
 
-def test_layers_see_as_many_tokens_as_their_kind_of_attention(tmp_path):
+def test_attention_windows_follow_the_layer_types(tmp_path):
     windows = {name: read(tmp_path, CONFIGS[name]["config"]) for name in ("gemma3_27b", "llama4_scout", "qwen3_next")}
     assert {name: (model.window_tokens, model.window_layers[:8]) for name, model in windows.items()} == {
         "gemma3_27b": (1023, (True,) * 5 + (False,) + (True,) * 2),
@@ -70,13 +70,13 @@ def test_layers_see_as_many_tokens_as_their_kind_of_attention(tmp_path):
     }
 
 
-def test_a_part_that_is_not_modelled_is_named_with_the_direction_of_the_error(tmp_path, caplog):
+def test_a_warning_names_unmodelled_parts_and_the_direction_of_the_error(tmp_path, caplog):
     read(tmp_path, CONFIGS["qwen3_next"]["config"])
     (record,) = caplog.records
     assert record.message.endswith("weights, saved bytes and attention times are too low.")
 
 
-def leave_out(document, *names):
+def drop_fields(document, *names):
     return {name: value for name, value in document.items() if name not in names}
 
 
@@ -90,12 +90,12 @@ def leave_out(document, *names):
         (GPT_OSS_120B, ("head_dim", "sliding_window", "num_key_value_heads"), {"kv_channels": 64, "window_tokens": 127}),
     ],
 )
-def test_a_field_that_is_left_out_is_what_transformers_takes(tmp_path, document, names, expected):
-    model = read(tmp_path, leave_out(document, *names))
+def test_missing_fields_use_the_defaults_of_transformers(tmp_path, document, names, expected):
+    model = read(tmp_path, drop_fields(document, *names))
     assert {name: getattr(model, name) for name in expected} == expected
 
 
-def test_null_is_not_the_same_as_left_out(tmp_path):
+def test_null_differs_from_a_missing_field(tmp_path):
     assert read(tmp_path, {**MIXTRAL_8X7B, "num_key_value_heads": None}).num_query_groups == 32
     assert read(tmp_path, {**GPT_OSS_120B, "hidden_size": 3072, "head_dim": None}).kv_channels == 48
     assert read(tmp_path, {**GPT_OSS_120B, "sliding_window": None}).window_tokens is None
@@ -120,7 +120,7 @@ def test_null_is_not_the_same_as_left_out(tmp_path):
         ("{'hidden_size': 3}", "is not JSON"),
     ],
 )
-def test_a_file_of_no_known_model_is_refused(tmp_path, document, message):
+def test_an_unsupported_config_is_rejected(tmp_path, document, message):
     with pytest.raises(ConfigError, match=message) as caught:
         read(tmp_path, document)
     assert str(tmp_path / "config.json") in str(caught.value)

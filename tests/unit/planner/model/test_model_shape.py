@@ -1,3 +1,5 @@
+"""Tests model shapes: experts of MTP layers, and errors of invalid shapes."""
+
 import dataclasses
 
 import pytest
@@ -11,7 +13,7 @@ from fgoffload.planner.model.rank_layer import make_layer_shape
 DEEPSEEK = dataclasses.replace(DEEPSEEK_V3, num_layers=5, moe_layers=(False,) * 3 + (True,) * 2, mtp_num_layers=1)
 
 
-def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
+def test_mtp_layers_have_experts_if_the_last_decoder_layer_has():
     assert DEEPSEEK.has_experts(5)
     dense_last = dataclasses.replace(DEEPSEEK, moe_layers=(True, True, True, True, False))
     assert not dense_last.has_experts(5)
@@ -34,6 +36,6 @@ def test_a_layer_of_multi_token_prediction_has_what_the_decoders_last_has():
         ),
     ],
 )
-def test_a_shape_that_no_model_has_is_refused(changes, message):
+def test_an_invalid_model_shape_is_rejected(changes, message):
     with pytest.raises(ConfigError, match=message):
         dataclasses.replace(LLAMA_8B, **changes)

@@ -1,4 +1,4 @@
-"""Compares the split of layers with the chunks that Megatron-Core builds on each rank."""
+"""Compares the layers of each chunk with those that Megatron-Core builds on each rank."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -13,8 +13,8 @@ from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.model_shape import ModelShape
 from fgoffload.planner.model.parallelism import Parallelism, list_chunks
 
-ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
-ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+END_STAGES = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
+ACCOUNT_FLAGS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Parallelism)}
 
 
@@ -37,7 +37,7 @@ def list_numbers(chunks):
         ("tEtt|L", "must begin with the embedding E"),
     ],
 )
-def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
+def test_a_layout_that_does_not_match_the_model_is_rejected(layout, message):
     with pytest.raises(ConfigError, match=message):
         list_chunks(make_model(3), Parallelism(pipeline_parallel_size=2, microbatches=2, pipeline_layout=layout))
 
@@ -50,7 +50,7 @@ def test_a_layout_that_is_not_of_the_model_is_refused(layout, message):
         ({"pipeline_layout": "EtL", "account_for_loss_in_pipeline_split": True}, "^pipeline_layout and"),
     ],
 )
-def test_ranks_that_no_training_has_are_refused(fields, message):
+def test_invalid_parallelism_is_rejected(fields, message):
     with pytest.raises(ConfigError, match=message):
         Parallelism(**fields)
 
@@ -71,20 +71,20 @@ def test_ranks_that_no_training_has_are_refused(fields, message):
         ),
     ],
 )
-def test_a_model_that_ranks_cannot_share_is_refused(model, fields, message):
+def test_a_model_that_does_not_split_over_the_ranks_is_rejected(model, fields, message):
     with pytest.raises(ConfigError, match=message):
         list_chunks(make_model(6, **model), Parallelism(**fields))
 
 
-def read_megatron(model, parallelism):
-    """Return the numbers of the layers that Megatron builds, by rank and chunk, or what it raises."""
+def list_megatron_layers(model, parallelism):
+    """Return the numbers of the layers that Megatron builds, by rank and chunk."""
     block = pytest.importorskip("megatron.core.transformer.transformer_block")
     layer = pytest.importorskip("megatron.core.transformer.transformer_layer")
     prediction = pytest.importorskip("megatron.core.transformer.multi_token_prediction")
     state = pytest.importorskip("megatron.core.parallel_state")
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "0")  # a layout is logged by one rank alone, since 0.19 with a warning where none is known
+        patch.setenv("RANK", "0")  # only rank 0 logs a layout, and 0.19 warns if the rank is unknown
         config = make_megatron_config(model, parallelism)
         size = config.virtual_pipeline_model_parallel_size
         patch.setattr(state, "get_virtual_pipeline_model_parallel_world_size", lambda: size)
@@ -115,27 +115,27 @@ def make_megatron_config(model, parallelism):
         pipeline_model_parallel_size=parallelism.pipeline_parallel_size,
         virtual_pipeline_model_parallel_size=parallelism.virtual_pipeline_size,
         pipeline_model_parallel_layout=parallelism.pipeline_layout,
-        **{name: getattr(parallelism, name) for name in (*ENDS, *ACCOUNTS)},
+        **{name: getattr(parallelism, name) for name in (*END_STAGES, *ACCOUNT_FLAGS)},
         **{find_graph_field(): []},
     )
 
 
 @st.composite
 def splits(draw):
-    """Return a number of layers and how they are shared out: most of them fit, and some do not."""
+    """Return a number of layers and their split over ranks, which is valid in most cases."""
     ranks = draw(st.integers(2, 5))
     size = draw(st.sampled_from((None, 2, 3)))
     fields = {"pipeline_parallel_size": ranks, "virtual_pipeline_size": size, "microbatches": 60}
     per_rank = draw(st.integers(1, 4)) * (size or 1)
     num_layers = per_rank * ranks
-    way = draw(st.sampled_from(("even", "ends", "accounts")))
-    if way == "ends":
-        for name in ENDS:
+    kind = draw(st.sampled_from(("even", "ends", "accounts")))
+    if kind == "ends":
+        for name in END_STAGES:
             if draw(st.booleans()):
                 fields[name] = draw(st.integers(1, 3)) * (size or 1)
                 num_layers += fields[name] - per_rank
-    if way == "accounts":
-        for name in ACCOUNTS:
+    if kind == "accounts":
+        for name in ACCOUNT_FLAGS:
             fields[name] = draw(st.booleans())
             num_layers -= fields[name]
     return num_layers + draw(st.sampled_from((0, 0, 0, 1))), draw(st.integers(0, 2)), fields
@@ -143,7 +143,7 @@ def splits(draw):
 
 @settings(deadline=None, max_examples=50)
 @given(split=splits())
-def test_each_chunk_has_the_layers_that_megatron_builds_there(split):
+def test_each_chunk_has_the_layers_that_megatron_builds(split):
     num_layers, mtp_num_layers, fields = split
     model = make_model(max(1, num_layers), mtp_num_layers=mtp_num_layers)
     unchecked = SimpleNamespace(**{**DEFAULTS, **fields})
@@ -151,21 +151,21 @@ def test_each_chunk_has_the_layers_that_megatron_builds_there(split):
         found = list_numbers(list_chunks(model, Parallelism(**fields)))
     except ConfigError:
         with pytest.raises((AssertionError, ValueError, ZeroDivisionError)):
-            read_megatron(model, unchecked)
+            list_megatron_layers(model, unchecked)
         return
-    assert found == read_megatron(model, unchecked)
+    assert found == list_megatron_layers(model, unchecked)
 
 
 @st.composite
 def layouts(draw):
-    """Return a layout, its layers and its ranks."""
+    """Return a layout, its numbers of decoder and MTP layers, and its number of ranks."""
     ranks, size = draw(st.integers(2, 4)), draw(st.integers(1, 3))
     counts = draw(st.lists(st.integers(0, 4), min_size=ranks * size, max_size=ranks * size).filter(any))
     spelled = [f"t*{count}" if draw(st.booleans()) else "t" * count for count in counts]
     mtp_num_layers = draw(st.integers(0, 2))
-    holds = draw(st.integers(ranks * (size - 1), ranks * size - 1))
-    if mtp_num_layers and not any(counts[holds + 1 :]):
-        spelled[holds] += f"{draw(st.sampled_from(('', ',')))}m*{mtp_num_layers}"
+    mtp_stage = draw(st.integers(ranks * (size - 1), ranks * size - 1))
+    if mtp_num_layers and not any(counts[mtp_stage + 1 :]):
+        spelled[mtp_stage] += f"{draw(st.sampled_from(('', ',')))}m*{mtp_num_layers}"
     else:
         mtp_num_layers = 0
     layout = f"E{'|'.join(spelled)}L"
@@ -174,8 +174,8 @@ def layouts(draw):
 
 @settings(deadline=None, max_examples=50)
 @given(layout=layouts())
-def test_each_chunk_of_a_layout_has_the_layers_that_megatron_builds_there(layout):
+def test_each_chunk_of_a_layout_has_the_layers_that_megatron_builds(layout):
     text, num_layers, mtp_num_layers, ranks = layout
     model = make_model(num_layers, mtp_num_layers=mtp_num_layers)
     parallelism = Parallelism(pipeline_parallel_size=ranks, microbatches=12, pipeline_layout=text)
-    assert list_numbers(list_chunks(model, parallelism)) == read_megatron(model, parallelism)
+    assert list_numbers(list_chunks(model, parallelism)) == list_megatron_layers(model, parallelism)

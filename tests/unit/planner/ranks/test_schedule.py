@@ -1,4 +1,4 @@
-"""Tests pipelines that Megatron cannot run; `test_schedule_megatron` compares the others with Megatron."""
+"""Tests the errors of invalid pipelines. `test_schedule_megatron` compares valid ones with Megatron."""
 
 import pytest
 
@@ -17,6 +17,6 @@ from fgoffload.planner.ranks.schedule import Pipeline
         ({"microbatches": 6, "stages": 4, "chunks": 2}, r"a last group of 2 after groups of 4, below stages 4. Use a"),
     ],
 )
-def test_a_pipeline_that_cannot_run_is_refused_with_the_fix(fields, message):
+def test_an_invalid_pipeline_is_rejected_with_a_fix(fields, message):
     with pytest.raises(ConfigError, match=message):
         Pipeline(**fields)

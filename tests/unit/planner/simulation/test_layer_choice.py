@@ -1,15 +1,15 @@
-"""Compares the effect of a plan on one layer with lists written down by hand."""
+"""Tests the effect of a plan on one layer: rejected actions, and tensors kept, offloaded or recomputed."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layer_models import HOLDING, PLAIN, TENSORS, UNITS
+from support.layer_models import PLAIN, TENSORS, UNITS, WITH_HOLD_WAIT
 
 from fgoffload import Action, PlanError
 from fgoffload.planner.simulation.choice_rules import check_choice
 from fgoffload.planner.simulation.layer_choice import resolve_layer
 
-K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in tables of plans
+K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD  # noqa: E741 - as in plan tables
 
 
 @pytest.mark.parametrize(
@@ -25,14 +25,14 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
     ],
     ids=str,
 )
-def test_actions_that_a_layer_does_not_support_are_refused_by_name(actions, message):
+def test_unsupported_actions_are_rejected_by_name(actions, message):
     with pytest.raises(PlanError, match=message):
         resolve_layer(PLAIN, actions, min_offloaded_numel=0)
 
 
 @st.composite
 def choices(draw):
-    """Return what a layer can do, drawn from all sites and units."""
+    """Return valid actions of a layer, drawn from all sites and units."""
     names = sorted({tag for tensor in TENSORS for tag in tensor.tags} | {unit.name for unit in UNITS})
     chosen = {}
     for name in draw(st.permutations(names)):
@@ -47,12 +47,12 @@ def choices(draw):
 
 @settings(deadline=None, max_examples=100)
 @given(choices(), st.sampled_from((0, 31, 145)))
-def test_every_byte_is_kept_or_moved_or_made_again(actions, min_offloaded_numel):
-    resolved = resolve_layer(HOLDING, actions, min_offloaded_numel=min_offloaded_numel)
+def test_every_tensor_is_kept_offloaded_or_recomputed(actions, min_offloaded_numel):
+    resolved = resolve_layer(WITH_HOLD_WAIT, actions, min_offloaded_numel=min_offloaded_numel)
     names = [one.tensor.name for one in (*resolved.kept, *resolved.offloaded)]
     recomputed = [one.tensor.name for recompute in resolved.recomputes for one in recompute.tensors]
-    made = [name for name in recomputed if not name.startswith("extra")]
-    assert sorted((*names, *made, "rotary")) == sorted(tensor.name for tensor in TENSORS)
+    remade = [name for name in recomputed if not name.startswith("extra")]
+    assert sorted((*names, *remade, "rotary")) == sorted(tensor.name for tensor in TENSORS)
     assert sum(group.size_bytes for group in resolved.groups) == resolved.moved_bytes
     assert all(one.tensor.size_bytes >= min_offloaded_numel for one in resolved.offloaded)
     for one in resolved.offloaded:

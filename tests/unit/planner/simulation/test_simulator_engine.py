@@ -1,8 +1,7 @@
-"""Compares the simulator with the engine: the same copies in the same order, at the same times, with the same bytes.
+"""Compares the simulator with the engine: order, times and bytes of copies.
 
-The engine runs on a device with a simulated clock. Segments of compute take the seconds of a layer, and copies the seconds of a
-link, one after the other on each stream. A wait for an event ends at the event's time. Autograd functions save tensors of any
-size. The engine and the simulator must agree.
+The engine runs on a device with a simulated clock per stream. Compute segments advance the clock by the seconds of a layer, and
+copies by the seconds of a link. A wait for an event ends at the event's time. Autograd functions save tensors of any size.
 """
 
 import contextlib
@@ -29,13 +28,13 @@ from fgoffload.watched import Watched, find_watched
 
 TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "dispatch", "expert_fc1", "moe_act", "expert_fc2")
 ENDS = {"attn_norm": "attn_proj", "mlp_norm": "expert_fc2", "moe_act": "expert_fc2"}
-"""Where Megatron ends a group behind another segment than its own."""
+"""Tags whose group Megatron ends after a later segment."""
 
 
 class ClockDevice(CpuDevice):
-    """A CPU with streams that have a time each. An event is the time of its stream when it was recorded.
+    """A CPU device with a clock for each stream. An event is the time of its stream when it was recorded.
 
-    Who asks whether something is done asks from where the host is: at compute, or ahead of it.
+    Whether an event is done depends on the position of the host, which is at compute or ahead of it.
     """
 
     has_blocking_copies = False
@@ -48,14 +47,14 @@ class ClockDevice(CpuDevice):
         self.restart()
 
     def restart(self):
-        """Begin a step with nothing in flight."""
+        """Begin a step without copies in flight."""
         self._begin_s = self._pass_start_s = self._host_s = max(self._times.values())
         self._times = dict.fromkeys(self._times, self._begin_s)
         self.busy_s = dict.fromkeys(self._rates, 0.0)
 
     @property
     def clock_s(self):
-        """How far compute is in the step."""
+        """Compute time since the start of the step."""
         return self._times[self.current_stream()] - self._begin_s
 
     def compute(self, seconds):
@@ -74,23 +73,23 @@ class ClockDevice(CpuDevice):
         self._pass_start_s = self._times[self.current_stream()]
 
     def is_done(self, event):
-        seen_s = {
+        host_position_s = {
             HostPace.BESIDE: self._times[self.current_stream()],
             HostPace.LAYER_AHEAD: self._host_s,
             HostPace.PASS_AHEAD: self._pass_start_s,
             HostPace.STEP_AHEAD: -1.0,
         }
-        return event <= max(seen_s[self._host_pace], self._begin_s)
+        return event <= max(host_position_s[self._host_pace], self._begin_s)
 
-    def meet_host(self):
-        """The host waits until compute is where it is."""
+    def synchronize_host(self):
+        """Make the host wait until compute has caught up."""
         self._host_s = self._times[self.current_stream()]
 
     def synchronize(self, event):
         self.wait_event(self.current_stream(), event, None)
 
     def is_equal(self, on_host, tensor, *, after):
-        return True  # asked in the first steps alone, which nobody simulates
+        return True  # used only in the first steps, which are not simulated
 
     def copy_bytes(self, *, destination, source, stream):
         super().copy_bytes(destination=destination, source=source, stream=stream)
@@ -99,8 +98,8 @@ class ClockDevice(CpuDevice):
         self.busy_s[stream] += seconds
 
 
-class SegmentRecord(torch.autograd.Function):
-    """Takes its seconds both ways, saves tensors, and passes its input on."""
+class SegmentOp(torch.autograd.Function):
+    """An op that takes the seconds of a segment, saves tensors and returns its input."""
 
     @staticmethod
     def forward(ctx, device, segment, x, *tensors):
@@ -117,7 +116,7 @@ class SegmentRecord(torch.autograd.Function):
 
 
 def make_layers(random):
-    """Return layers of segments that save a tensor each, no two alike; attention shares one with its projection."""
+    """Return layers with one saved tensor per segment, all of different sizes, and one that attention and projection share."""
     sizes = iter(random.sample(range(50, 500), 100))
     layers = []
     for _ in range(random.randrange(1, 5)):
@@ -137,8 +136,8 @@ def make_layers(random):
     return layers
 
 
-def choose(random, count):
-    """Return the tags that leave, by layer."""
+def choose_tags(random, count):
+    """Return the offloaded tags of each layer."""
     chosen = []
     for _ in range(count):
         part = random.choice((0.0, 0.3, 0.7))
@@ -148,7 +147,7 @@ def choose(random, count):
 
 
 class Training:
-    """Runs the simulated step with the engine."""
+    """Runs the passes of a simulated step with the engine."""
 
     def __init__(self, engine, layers, chosen, *, turns, loss_window_bytes):
         self._turns = turns
@@ -183,17 +182,17 @@ class Training:
 
     def _run_layer(self, lane, number, layer, x, watched, watching):
         engine, open_ = self._engine, {}
-        holds = any(segment.host_wait is HostWait.HOLD for segment in layer.segments)
+        is_held = any(segment.host_wait is HostWait.HOLD for segment in layer.segments)
         output = torch.zeros(layer.tensors[-1].size_bytes, dtype=torch.uint8)
         for segment in layer.segments:
             tag = segment.name
             if segment.host_wait in (HostWait.HOLD, HostWait.COPY):
                 engine.device.synchronize(engine.device.record_event(engine.device.d2h_stream))
             if segment.host_wait is not None:
-                engine.device.meet_host()
+                engine.device.synchronize_host()
             if tag == "dispatch":
                 engine.flush()
-                holds = False
+                is_held = False
             tensors = [torch.zeros(one.size_bytes, dtype=torch.uint8) for one in layer.tensors if one.tags == (tag,)]
             if tag in ("core_attn", "attn_proj"):
                 tensors.append(output)
@@ -205,19 +204,19 @@ class Training:
                 open_[tag].enter(x)
                 saving = open_[tag].saving()
             with saving:
-                x = SegmentRecord.apply(engine.device, segment, x, *tensors)
+                x = SegmentOp.apply(engine.device, segment, x, *tensors)
             del tensors
             if tag == "attn_proj" and watched is not Watched.LAYER:
                 watching.close()
                 engine.announce_backward(lane, x)
-            # Its own group first, and then those around it.
+            # The segment's own group ends before the groups that contain it.
             for ended in sorted((one for one in open_ if ENDS.get(one, one) == tag), key=lambda one: one != tag):
-                open_.pop(ended).end(is_held=holds)
+                open_.pop(ended).end(is_held=is_held)
         return x
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
+class LogCapture(logging.Handler):
+    """Collects the engine's log lines."""
 
     def __init__(self):
         super().__init__()
@@ -239,9 +238,9 @@ class Lines(logging.Handler):
 
 
 def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
-    """Return the bytes of each offloaded group and of each reloaded storage, the peak, and the time at the end.
+    """Return the bytes of each offloaded group and each reloaded storage, the peak and the end time of the second step.
 
-    Of a second step: in the first one the engine learns the order of passes.
+    In the first step the engine learns the order of passes.
     """
     engine = OffloadEngine(
         device=device, policy=rank.policy, min_offloaded_numel=rank.min_offloaded_numel, host_budget_bytes=1 << 20
@@ -252,7 +251,7 @@ def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
         training.run_pass(one)
     device.restart()
     engine.finish_step()
-    with Lines() as lines, engine.observe(ledger), ledger.watch():
+    with LogCapture() as lines, engine.observe(ledger), ledger.watch():
         for one in rank.passes:
             training.run_pass(one)
     copies = [
@@ -265,7 +264,7 @@ def run_engine(device, rank, layers, chosen, *, loss_window_bytes):
 
 
 def list_sizes(result, stream):
-    """Return the bytes of the copies of a timeline, in order."""
+    """Return the bytes of each copy in a timeline, in order."""
     return [span.size_bytes for span in sorted(result.timeline.spans, key=lambda span: span.start_s) if span.stream is stream]
 
 
@@ -282,13 +281,13 @@ def list_sizes(result, stream):
     st.sampled_from((None, 0, 200, 700)),
     st.sampled_from(HostPace),
 )
-# Groups that end behind others; and a site that stays, which asks for what has left with another.
+# Groups that end after later ones; and a kept site that unpacks a tensor which another site offloaded.
 @example(4338, Pipeline(microbatches=2), 16.0, 16.0, 0, 150, 0, None, None, HostPace.BESIDE)
 @example(659, Pipeline(stages=3, microbatches=4), 16.0, 16.0, 1000, 10**6, 0, None, None, HostPace.BESIDE)
-def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, window, prefetch, least, turning, loss_window, pace):
+def test_the_simulator_matches_the_engine(seed, pipeline, d2h, h2d, window, prefetch, least, turning, loss_window, pace):
     random = Random(seed)
     layers = make_layers(random)
-    chosen = choose(random, len(layers))
+    chosen = choose_tags(random, len(layers))
     rank = make_rank(
         make_chunk(*layers),
         passes=list_passes(pipeline, rank=0),
@@ -302,13 +301,13 @@ def test_the_simulator_does_what_the_engine_does(seed, pipeline, d2h, h2d, windo
     )
     plan = make_plan({(number, tag): Action.OFFLOAD for number, tags in enumerate(chosen) for tag in tags})
     plan = dataclasses.replace(plan, loss_window_bytes=loss_window)
-    # What the host takes for itself, the clock of numbers does not have.
+    # The clock device has no host overhead.
     with unittest.mock.patch.object(chunk_compiler, "HOST_LAYER_S", 0.0):
         result = simulate_rank(rank, plan, detail=Detail.TIMELINE)
     device = ClockDevice(rank.link, pace)
-    (out, back), peak_bytes, end_s = run_engine(device, rank, layers, chosen, loss_window_bytes=loss_window)
-    assert list_sizes(result, StreamName.D2H) == out
-    assert list_sizes(result, StreamName.H2D) == back
+    (offloaded, reloaded), peak_bytes, end_s = run_engine(device, rank, layers, chosen, loss_window_bytes=loss_window)
+    assert list_sizes(result, StreamName.D2H) == offloaded
+    assert list_sizes(result, StreamName.H2D) == reloaded
     assert result.peak_bytes - STATIC_BYTES == peak_bytes
     assert result.step_s == end_s
     assert [result.d2h_s, result.h2d_s] == list(device.busy_s.values())

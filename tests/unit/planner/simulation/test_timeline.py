@@ -1,4 +1,4 @@
-"""Tests the Chrome trace of a simulated step: the fields that a viewer needs, and lanes and memory worked out by hand."""
+"""Compares the Chrome trace of a simulated step with spans and memory counters worked out by hand."""
 
 import json
 
@@ -11,12 +11,12 @@ from fgoffload.planner.simulation.simulator import Detail, simulate
 from fgoffload.planner.simulation.timeline import write_chrome_trace
 
 FC1 = make_layer({"expert_fc1": 100})
-"""20 s forward, 40 s backward, and 100 bytes."""
+"""A layer with 20 s of forward, 40 s of backward and 100 saved bytes."""
 
 
 @pytest.fixture
 def events(tmp_path):
-    """Return the events of one offloaded layer, 10 s each way, followed by 20 and 40 s of other ops."""
+    """Return the trace events of one offloaded layer, with 10 s per copy, and an output segment of 20 s and 40 s."""
     output = (Segment(name="output", forward_s=20.0, backward_s=40.0),)
     result = simulate([make_rank(make_chunk(FC1, last=output))], offload("expert_fc1", (0,)), detail=Detail.TIMELINE)
     write_chrome_trace(result, tmp_path / "trace.json", rank=0)
@@ -27,7 +27,7 @@ def list_spans(events, thread):
     return [(one["name"], one["ts"] / 1e6, one["dur"] / 1e6) for one in events if one["ph"] == "X" and one["tid"] == thread]
 
 
-def test_spans_are_in_microseconds_and_say_what_ran(events):
+def test_spans_are_labelled_and_in_microseconds(events):
     assert list_spans(events, 0) == [
         ("F0 layers.0.expert_fc1", 0, 20),
         ("F0 output", 20, 20),
@@ -40,18 +40,18 @@ def test_spans_are_in_microseconds_and_say_what_ran(events):
     assert [one["args"]["bytes"] for one in events if one["ph"] == "X" and one["tid"]] == [100, 100]
 
 
-def test_memory_is_a_counter_that_changes_where_it_does(events):
+def test_memory_counters_change_at_allocations_and_frees(events):
     counters = {
         name: [(one["ts"] / 1e6, one["args"]["bytes"]) for one in events if one["ph"] == "C" and one["name"] == name]
         for name in ("device memory", "host memory")
     }
     full = STATIC_BYTES + 100
-    # Released at 80, when backward asks and the engine looks, and back in the same moment.
+    # At 80, backward unpacks the tensor: the engine frees its GPU memory and allocates it for the reload at once.
     assert counters["device memory"] == [(0, STATIC_BYTES), (20, full), (130, STATIC_BYTES)]
     assert counters["host memory"] == [(0, 0), (20, 100), (130, 0)]
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+def test_an_unwritable_trace_file_is_rejected(tmp_path):
     result = simulate([make_rank(make_chunk(FC1))], OffloadPlan(actions={}), detail=Detail.TIMELINE)
     with pytest.raises(ConfigError, match=r"trace file .*nowhere.*No such file"):
         write_chrome_trace(result, tmp_path / "nowhere" / "trace.json", rank=0)

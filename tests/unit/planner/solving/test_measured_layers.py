@@ -1,4 +1,4 @@
-"""Tests measured layers in the simulator and solver: treatments free the right bytes, and plans are near the optimum."""
+"""Tests plans of measured layers: bytes and times of each treatment, and distance from the optimum."""
 
 import dataclasses
 import itertools
@@ -57,15 +57,15 @@ def build(layer=LAYER):
         ({"layer": RECOMPUTE, "layer_input": OFFLOAD}, 8, 5),
     ],
 )
-def test_each_treatment_moves_and_recomputes_what_it_says(treatment, moved_mib, recompute_ms):
-    # Of the second layer: what the first one starts from is the model's.
+def test_each_treatment_offloads_and_recomputes_its_tensors(treatment, moved_mib, recompute_ms):
+    # Only the second layer, since the input of the first belongs to the model.
     (found,) = simulate([build()], make_plan({}, treatment)).ranks
     assert found.d2h_bytes == 2 * moved_mib * MIB
     assert found.recompute_s == pytest.approx(2 * recompute_ms / 1e3)
 
 
 @pytest.mark.parametrize("part", [0.1, 0.4, 0.7])
-def test_the_plan_is_near_the_best_of_all(part):
+def test_the_plan_is_within_1_percent_of_the_optimum(part):
     rank = build()
     results = [simulate([rank], make_plan(*chosen)) for chosen in itertools.product(TREATMENTS, repeat=2)]
     least, most = min(one.peak_bytes for one in results), results[0].peak_bytes
@@ -75,6 +75,6 @@ def test_the_plan_is_near_the_best_of_all(part):
     assert found.step_s <= 1.01 * min(one.step_s for one in results if one.peak_bytes <= budget_bytes)
 
 
-def test_a_part_that_a_plan_could_not_name_is_refused():
+def test_a_reserved_part_name_is_rejected():
     with pytest.raises(ConfigError, match="has a reserved or duplicate name"):
         dataclasses.replace(LAYER, parts=(dataclasses.replace(LAYER.parts[0], name="layer"),))

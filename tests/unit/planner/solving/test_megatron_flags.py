@@ -1,4 +1,4 @@
-"""Tests Megatron's flags as plans, the baselines, and the flags nearest to a plan."""
+"""Tests the command line arguments of Megatron's recompute and offload flags."""
 
 import pytest
 
@@ -23,5 +23,5 @@ from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, 
         ),
     ],
 )
-def test_flags_are_the_words_that_megatron_takes(flags, words):
+def test_flags_are_written_as_megatron_arguments(flags, words):
     assert " ".join(flags.list_arguments()) == words

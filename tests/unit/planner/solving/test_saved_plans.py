@@ -1,7 +1,7 @@
-"""Compares plans with saved ones: no plan is over 0.5% slower, above its budget, or slower than a baseline that fits.
+"""Compares plans with saved ones: a plan fits its budget, is at most 0.5% slower, and no slower than a baseline that fits.
 
-`saved_plans.json` has what an earlier search found: the command, and for each action and tag the layers of each chunk. Its
-`step_s` and `peak_bytes` are what the simulator said then; here the saved plan is simulated again.
+`saved_plans.json` has the plans of an earlier search: the command, and the layers of each chunk by action and tag. Its `step_s`
+and `peak_bytes` are the predictions of that time; the tests simulate the saved plan again.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ SAVED = json.loads((Path(__file__).parent / "saved_plans.json").read_text())
 
 
 def build(command):
-    """Return the ranks and the budget of a command of `fgoffload plan`, which names a device or a profile second."""
+    """Return the ranks and the budget of a `fgoffload plan` command, whose second argument is `--gpu` or `--profile`."""
     path, device, name, _, budget, *flags = command
     model, parallelism = read_model_file(ROOT / path, typed=flags)
     assumptions = read_assumptions(read_argument_file(ROOT / path), source=path, typed=flags, has_optimizer=device == "--gpu")
@@ -59,7 +59,7 @@ def make_plan(saved):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("saved", SAVED, ids=lambda saved: " ".join(saved["command"]).replace("arguments/", ""))
-def test_a_plan_is_as_fast_as_the_saved_one_fits_and_is_no_slower_than_a_baseline(saved):
+def test_plans_fit_and_are_as_fast_as_saved_plans_and_baselines(saved):
     ranks, budget_bytes = build(saved["command"])
     before, found = simulate(ranks, make_plan(saved)), solve(ranks, budget_bytes=budget_bytes)
     fitting = [one.step_s for one in found.baselines.values() if one.peak_bytes <= budget_bytes]

@@ -1,4 +1,4 @@
-"""Tests the solver: it meets budgets, and explains why no plan fits."""
+"""Tests the solver: plans within budgets, and errors if no plan fits."""
 
 import dataclasses
 import pickle
@@ -13,14 +13,14 @@ from fgoffload.planner.solving.solver import find_least_budget, solve, solve_lea
 from fgoffload.transfer_schedule import TransferPolicy
 
 
-def test_two_runs_come_to_the_same_plan():
+def test_the_solver_is_deterministic():
     rank = make_toy_rank()
     budget_bytes = simulate([rank], OffloadPlan(actions={})).peak_bytes - 10
     plans = [solve([rank], budget_bytes=budget_bytes).plan for _ in range(2)]
     assert plans[0] == plans[1]
 
 
-def test_the_least_budget_has_a_plan_and_a_byte_less_is_refused():
+def test_the_least_budget_has_a_plan_and_one_byte_less_has_none():
     rank = make_toy_rank()
     least = find_least_budget([rank])
     assert solve([rank], budget_bytes=least).result.peak_bytes == least
@@ -37,7 +37,7 @@ def test_a_larger_budget_is_never_slower():
     assert steps == sorted(steps, reverse=True)
 
 
-def test_everything_is_kept_if_it_fits():
+def test_everything_is_kept_if_it_fits_into_the_budget():
     rank = make_toy_rank()
     kept = simulate([rank], OffloadPlan(actions={}))
     everything = solve([rank], budget_bytes=kept.peak_bytes)
@@ -45,8 +45,8 @@ def test_everything_is_kept_if_it_fits():
     assert {decision.reason for decision in everything.decisions} == {"everything fits"}
 
 
-def test_if_no_plan_fits_the_error_names_rank_missing_bytes_time_and_a_fix():
-    # One stage and one layer that cannot move: 1 byte of input, and at least 20 bytes when forward is over, kept or made again.
+def test_an_infeasible_budget_is_reported_with_rank_bytes_op_and_fix():
+    # One stage, one layer, no offload: 1 byte of input, and at least 20 bytes after forward, kept or recomputed.
     rank = make_toy_rank(
         layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100, min_offloaded_numel=99
     )
@@ -58,7 +58,7 @@ def test_if_no_plan_fits_the_error_names_rank_missing_bytes_time_and_a_fix():
     assert "Use a budget of 121B or more" in message
 
 
-def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
+def test_the_error_names_the_least_budget_that_keeps_the_reserve_free():
     ranks, free_bytes = [make_toy_rank(static_bytes=10_000)], 70
     with pytest.raises(BudgetError, match=r"A plan may use 9.7\d KiB of a budget of 9.80 KiB\. ") as caught:
         solve_leaving_free(ranks, budget_bytes=10_040, free_bytes=free_bytes)
@@ -70,15 +70,15 @@ def test_the_budget_that_an_error_names_is_the_least_that_leaves_as_much_free():
         solve_leaving_free(ranks, budget_bytes=least_bytes - 1, free_bytes=free_bytes)
 
 
-def test_a_budget_that_static_memory_exceeds_is_refused_with_both():
+def test_a_budget_below_static_memory_is_rejected_with_both_sizes():
     rank = make_toy_rank(layers=[[make_toy_layer()]], pipeline=Pipeline(microbatches=1), static_bytes=100)
     with pytest.raises(PlanError, match="budget of 100 B is not above the static memory of pipeline rank 0: 100 B"):
         solve([rank], budget_bytes=100)
 
 
-def test_a_host_budget_is_kept():
-    # Nothing is recomputed. Two microbatches of 21 bytes are in flight, and attention's 8 of the first have left before the
-    # second is through: 8 bytes of the host for each of them. None is on its way back meanwhile.
+def test_plans_respect_the_host_budget():
+    # Nothing is recomputed. Two microbatches of 21 bytes are in flight, and the first one's 8 bytes of attention are offloaded
+    # before the second ends: 8 host bytes for each, with no reload in flight.
     layer = dataclasses.replace(make_toy_layer(), units=())
     rank = make_toy_rank(layers=[[layer]], pipeline=Pipeline(stages=2, microbatches=3), policy=TransferPolicy(prefetch_bytes=0))
     kept_bytes = simulate([rank], OffloadPlan(actions={})).peak_bytes
@@ -101,7 +101,7 @@ def test_a_host_budget_is_kept():
         ({"ranks": []}, "ranks is empty"),
     ],
 )
-def test_invalid_sizes_and_ranks_are_refused(changes, message):
+def test_invalid_budgets_and_ranks_are_rejected(changes, message):
     arguments = {"ranks": [make_toy_rank()], "budget_bytes": 100, **changes}
     with pytest.raises(ConfigError, match=message):
         solve(arguments.pop("ranks"), **arguments)

@@ -28,17 +28,17 @@ def read(**fields):
         ("NVIDIA GH200 480GB", "gh200"),
     ],
 )
-def test_hardware_is_found_by_what_its_driver_calls_it(name, key):
+def test_hardware_is_found_by_its_driver_name(name, key):
     assert get_hardware(name) is HARDWARE[key]
 
 
-def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
+def test_a_hardware_file_overrides_fields_of_its_base_device():
     found = Hardware.from_json('{"base": "GH200 96GB", "nvlink_gpus": 4, "gpus_per_node": 4}', source="mine.json")
     table = get_hardware("gh200")
     assert found == dataclasses.replace(
         table, nvlink_gpus=4, gpus_per_node=4, source=f"{table.source} nvlink_gpus, gpus_per_node: mine.json."
     )
-    # What kernels reach was measured of the bandwidth that the table has, and of no other.
+    # The measured memory efficiency applies only to the bandwidth in the table.
     assert Hardware.from_json('{"base": "h100", "name": "mine"}', source="mine.json").memory_efficiency == 0.92
     faster = Hardware.from_json('{"base": "h100", "device_memory_bytes_per_s": 4e12}', source="mine.json")
     assert faster.memory_efficiency is None
@@ -53,7 +53,7 @@ def test_a_file_begins_with_a_device_of_the_table_and_changes_what_it_says():
     assert changed.bf16_flop_per_s == get_hardware("h100").bf16_flop_per_s
 
 
-def test_missing_rates_are_named_at_once_with_a_file_that_has_them():
+def test_one_error_lists_all_missing_rates_with_an_example_file():
     with pytest.raises(ConfigError, match=r"has no device_memory_bytes_per_s, link.d2h_bytes_per_s, link.h2d_byte") as caught:
         check_for_times(get_hardware("ascend-910b"))
     (example,) = re.findall(r"for example (\{.*\}), or use --profile", str(caught.value))
@@ -70,12 +70,12 @@ def test_missing_rates_are_named_at_once_with_a_file_that_has_them():
         *(({name: -1}, rf"{name} -1 must be finite and above 0") for name in RATES),
     ],
 )
-def test_a_field_that_cannot_be_is_refused_with_the_file_the_value_and_the_fix(fields, message):
+def test_an_invalid_field_is_rejected_with_file_value_and_fix(fields, message):
     with pytest.raises(ConfigError, match=rf"^mine.json: {message}"):
         read(**fields)
 
 
-def test_a_file_that_lacks_a_field_is_refused(tmp_path):
+def test_a_hardware_file_without_a_required_field_is_rejected(tmp_path):
     path = tmp_path / "lacking.json"
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"hardware file .*lacking.json: hardware lacks 'name'. Add it"):

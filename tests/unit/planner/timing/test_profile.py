@@ -1,4 +1,4 @@
-"""Tests profiles: JSON round trips, errors with their place, and the simulator's input."""
+"""Tests profiles: JSON round trips, errors, and the ranks and link of the simulator."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from fgoffload.planner.timing.profile import (
 
 LINK = LinkProfile(
     copies=(
-        # 64 KiB at 9.7 GB/s take 6.756 us, at the rate of large copies 1.311 us to the host and 1.236 us back.
+        # 64 KiB take 6.756 us at 9.7 GB/s, and 1.311 us (D2H) and 1.236 us (H2D) at the rates of large copies.
         CopyRate(size_bytes=65536, d2h_bytes_per_s=9.7e9, h2d_bytes_per_s=9.7e9, duplex_bytes_per_s=8e9),
         CopyRate(size_bytes=2**28, d2h_bytes_per_s=50e9, h2d_bytes_per_s=53e9, duplex_bytes_per_s=33.5e9),
     ),
@@ -74,14 +74,14 @@ def make_profile(*layers, microbatches=4, stages=2, rank=0):
 PROFILE = make_profile(make_layer("moe (layer 0)", wait=HostWait.HOLD), make_layer("moe (layer 1)", forward_s=5.0))
 
 
-def test_a_profile_survives_a_round_trip_through_its_file(tmp_path):
+def test_a_profile_survives_a_round_trip_through_a_file(tmp_path):
     path = tmp_path / "profile.json"
     PROFILE.save(path)
     assert Profile.load(path) == PROFILE
 
 
 def change(*path, to):
-    """Return the profile's document with another value at `path`; `...` takes the field away."""
+    """Return the profile's document with the value at `path` replaced, or deleted if `to` is `...`."""
     document = json.loads(PROFILE.to_json())
     inner = document
     for name in path[:-1]:
@@ -116,21 +116,21 @@ LAYER = ("ranks", 0, "chunks", 0, "layers", 0, "model")
         (change("plain_step_s", to=0.0), "p.json: the document: plain_step_s 0.0 is not a step time. Use"),
     ],
 )
-def test_a_fault_in_a_profile_is_named_with_its_place(text, message):
+def test_profile_errors_name_the_faulty_field(text, message):
     with pytest.raises(ConfigError) as caught:
         Profile.from_json(text, source="p.json")
     assert str(caught.value).startswith(message)
 
 
-def test_a_link_has_the_rates_of_its_largest_copies_and_the_latency_of_its_smallest():
+def test_link_rates_use_the_largest_copies_and_latency_uses_the_smallest():
     link = LINK.to_model()
     assert (link.d2h_bytes_per_s, link.h2d_bytes_per_s, link.duplex_bytes_per_s) == (50e9, 53e9, 33.5e9)
-    assert link.compute_slowdown == 0.01  # the kernels of a step do not fill the device as the measured product does
-    to_host, back = 65536 / 9.7e9 - 65536 / 50e9, 65536 / 9.7e9 - 65536 / 53e9
-    assert link.copy_latency_s == pytest.approx((to_host + back) / 2, rel=1e-12)
+    assert link.compute_slowdown == 0.01  # kernels of a step load the device less than the measured matrix product
+    d2h, h2d = 65536 / 9.7e9 - 65536 / 50e9, 65536 / 9.7e9 - 65536 / 53e9
+    assert link.copy_latency_s == pytest.approx((d2h + h2d) / 2, rel=1e-12)
 
 
-def test_a_profile_of_a_link_alone_has_no_rank_and_says_how_to_get_one():
+def test_a_link_only_profile_has_no_ranks_and_the_error_has_a_fix():
     profile = dataclasses.replace(PROFILE, ranks=())
     assert Profile.from_json(profile.to_json(), source="text") == profile
     with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has only the link\. Profile a model"):

@@ -27,7 +27,7 @@ def predict(row):
     return simulate(ranks, flags.make_plan(ranks)).step_s
 
 
-def test_steps_are_predicted_as_published():
+def test_predicted_steps_match_published_ones():
     steps = {row["name"]: predict(row) for row in ROWS}
     errors = {"first": [], "more": []}
     for row in ROWS:

@@ -1,1 +1,1 @@
-"""Stands for Megatron-LM's training code, which is in its repository but not in the wheel."""
+"""Replaces Megatron-LM's training code, which is in its repository but not in the wheel."""

@@ -21,7 +21,7 @@ def add_megatron_arguments(parser):
     group.add_argument("--recompute-granularity", choices=["full", "selective"])
     group.add_argument("--recompute-modules", nargs="*", default=None)
     group.add_argument("--lr", type=float, default=1e-2)
-    # This one knows fewer flags of offload than we have, as every version of Megatron-LM does.
+    # Every version of Megatron-LM has fewer offload flags than we have.
     group.add_argument("--fine-grained-activation-offloading", action="store_true")
     group.add_argument("--offload-modules", nargs="+", default=[])
     group.add_argument("--min-offloaded-tensor-size", type=int, default=1024 * 1024)

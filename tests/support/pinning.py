@@ -5,12 +5,12 @@ import contextlib
 import torch
 
 
-def is_locked(buffer: torch.Tensor) -> bool:
-    """Return whether CUDA has locked the first page of `buffer`: a second lock of the same page is refused."""
+def is_pinned(buffer: torch.Tensor) -> bool:
+    """Return whether CUDA has pinned the first page of `buffer`: it rejects pinning a page twice."""
     cudart = torch.cuda.cudart()
     page = buffer.data_ptr() // 4096 * 4096
     if int(cudart.cudaHostRegister(page, 4096, 0)) != 0:
-        with contextlib.suppress(RuntimeError):  # the refusal is CUDA's last error now, and the next kernel would raise it
+        with contextlib.suppress(RuntimeError):  # clear CUDA's last error, which the next kernel raises
             torch.ones(1, device="cuda")
         return True
     assert int(cudart.cudaHostUnregister(page)) == 0
