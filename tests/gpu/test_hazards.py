@@ -56,4 +56,4 @@ def test_results_differ_without_the_wait(hazard):
 
 
 def test_memory_is_freed_only_after_reads_by_a_second_save_on_another_stream():
-    assert is_bitwise_identical(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_it_left)
+    assert is_bitwise_identical(Hazard.SOURCE_STILL_COPIED, scenario=saved_again_after_its_offload)

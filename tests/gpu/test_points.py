@@ -108,7 +108,7 @@ def test_an_exception_in_backward_leaks_nothing_and_the_next_step_is_correct():
     with pytest.raises(ValueError, match="the user's own"):
         fail_in_backward(case, engine)
     check_no_leaks(engine)
-    assert have_same_bits(expected, case.run(plain, engine))
+    assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 
@@ -142,7 +142,7 @@ def test_out_of_memory_during_a_reload_raises_and_the_next_step_is_correct():
     with pytest.raises(torch.OutOfMemoryError, match="raised by the test"):
         run_full()
     check_no_leaks(engine)
-    assert have_same_bits(expected, case.run(plain, engine))
+    assert are_bitwise_identical(expected, case.run(plain, engine))
     close(engine)
 
 

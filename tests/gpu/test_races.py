@@ -39,7 +39,7 @@ def find_wrong_steps(device: HostileGpu, seeds: range, *, first_only: bool = Fal
             check_can_reveal_faults(expected)
             found = runner.run(program, engine, pause=lambda: device.nap(device.current_stream()))
             torch.cuda.synchronize()  # a pending copy must not overwrite the expected results of the next program
-            if not have_same_bits(expected, found):
+            if not are_bitwise_identical(expected, found):
                 wrong.append(seed)
         moved_bytes = engine.finish_step().d2h_bytes
         engine.close()

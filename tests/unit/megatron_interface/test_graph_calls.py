@@ -52,7 +52,7 @@ def test_delayed_groups_are_offloaded_after_the_replay_in_the_order_they_ended(c
         interface.enter_replay()
         output = training.forward()
         # Attention does not delay its groups; only experts run outside graphs.
-        assert list_departures(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
+        assert list_offloaded_places(caplog) == [f"layers.{layer}.core_attn mb=0" for layer in range(LAYERS)]
         interface.exit_replay()
         interface.flush_delayed_groups()
         assert list_offloaded_places(caplog) == [f"layers.{layer}.{tag} mb=0" for layer in range(LAYERS) for tag in EXPERT_TAGS]
@@ -73,7 +73,7 @@ def test_flushing_between_layers_offloads_the_groups_of_earlier_layers(caplog):
 
             def replay(module, args) -> None:  # the graph of attention and router is launched, then its experts run
                 interface.flush_delayed_groups()
-                offloaded.append(list_departures(caplog))
+                offloaded.append(list_offloaded_places(caplog))
 
             layer.experts.register_forward_pre_hook(replay)
         interface.enter_replay()
