@@ -37,8 +37,8 @@ class OffloadConfig:
             rank, from the second step on.
         offload_plan: Plan file, which says for each site whether to keep, recompute or offload it.
         offload_memory_budget_bytes: Limit on the memory that torch's allocator allocates on the GPU. Only for `auto`.
-        offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of its free
-            memory equally. Tensors that do not fit stay on the GPU.
+        offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
+            node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
         tags: Tags that `offload_modules` accepts.

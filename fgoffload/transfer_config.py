@@ -34,8 +34,8 @@ class TransferConfig:
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
         window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` sets this limit.
         prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
-        host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of its free memory
-            equally. Tensors that do not fit stay on the GPU.
+        host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the
+            node's free memory equally. Tensors that do not fit stay on the GPU.
         host_memory: Kind of host memory. Use pageable memory, which is slower, if `ulimit -l` allows too little pinned memory.
         is_timed: Whether to time copies and waits for `stats()`. The engine then records a few more events per group, and
             `stats()` waits for these events.
