@@ -1,4 +1,4 @@
-# `make train` trains a tiny MoE GPT without and with offload, and shows that the results are bitwise identical.
+# `make train` trains a tiny MoE GPT with and without offload, and shows that the results are bitwise identical.
 # Needs Python 3.10 to 3.13 and make, and installs everything else into .venv. Uses a CUDA GPU if there is one.
 
 # Path of a Python version. pyenv's own folder is first, since its shims on the PATH fail for versions that are not activated.
@@ -27,7 +27,7 @@ help:  ## List the targets
 
 install: $(STAMP)  ## Install fgoffload, megatron-core and the test tools into .venv
 
-train: $(STAMP)  ## Train without and with offload: DATA=text.txt ARGUMENTS=arguments/tiny_moe.sh STEPS=10
+train: $(STAMP)  ## Train with and without offload: DATA=text.txt ARGUMENTS=arguments/tiny_moe.sh STEPS=10
 	@$(BIN)/fgoffload train "$(ARGUMENTS)" $(if $(DATA),--data "$(DATA)") $(if $(STEPS),--steps "$(STEPS)")
 
 test: $(STAMP)  ## Run the fast tests on WORKERS=2 processes; tests that need a GPU are skipped without one

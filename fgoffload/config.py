@@ -26,7 +26,7 @@ class OffloadConfig:
     """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. If empty, the tags of the plan are used.
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. If empty, the plan chooses the tags.
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Minimum number of elements; smaller storages stay on the GPU.
         activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
@@ -35,10 +35,10 @@ class OffloadConfig:
             is idle.
         delta_offload_bytes_across_pp_ranks: Number of bytes that each pipeline rank offloads less per step than the previous
             rank, from the second step on.
-        offload_plan: Plan file with the sites to keep, recompute or offload.
-        offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
-        offload_host_budget_bytes: Limit on this rank's host memory, by default its share of 60% of the free host memory.
-            Tensors that do not fit stay on the GPU.
+        offload_plan: Plan file, which says for each site whether to keep, recompute or offload it.
+        offload_memory_budget_bytes: Limit on the memory that torch's allocator allocates on the GPU. Only for `auto`.
+        offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
+            node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
         offload_prefetch_bytes: Bytes that may be reloaded before backward needs them.
         tags: Tags that `offload_modules` accepts.

@@ -32,13 +32,13 @@ class TransferConfig:
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
-        window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` chooses them.
-        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` chooses them.
-        host_budget_bytes: Limit on this process's host memory, by default its share of 60% of the free host memory. Tensors
-            that do not fit stay on the GPU.
-        host_memory: Pinned memory is faster. Use pageable memory if the limit for pinned memory (`ulimit -l`) is low.
-        is_timed: Whether to time copies and waits for `stats()`. This records a few more events per group, and `stats()`
-            waits for them.
+        window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` sets this limit.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
+        host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the
+            node's free memory equally. Tensors that do not fit stay on the GPU.
+        host_memory: Kind of host memory. Use pageable memory, which is slower, if `ulimit -l` allows too little pinned memory.
+        is_timed: Whether to time copies and waits for `stats()`. The engine then records a few more events per group, and
+            `stats()` waits for these events.
         keep: Filter that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.
     """
 

@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--steps", metavar="N", type=read_count, help=steps_help)
     warmup_help = "untimed steps first (default: %(default)s, or until CUDA graphs replay)"
     add("--warmup", metavar="N", type=read_count, default=3, help=warmup_help)
-    repeats_help = "how often to measure all settings (default: %(default)s)"
+    repeats_help = "number of times to measure all settings (default: %(default)s)"
     add("--repeats", metavar="N", type=read_count, default=1, help=repeats_help)
     baseline_help = "measure the baseline again after every N settings (default: once per repeat)"
     add("--baseline-every", metavar="N", type=read_count, help=baseline_help)

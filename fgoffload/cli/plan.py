@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     reserve_help = "GPU memory for the CUDA context, NCCL and fragmentation"
     add("--reserve", metavar="SIZE", dest="reserve_bytes", type=read_size, help=reserve_help)
     add = hardware.add_mutually_exclusive_group().add_argument
-    add("--launch-bound", action="store_true", help="plan for a launch-bound run, which copies slow down more")
+    add("--launch-bound", action="store_true", help="plan for a launch-bound run, in which offload costs more time")
     add("--not-launch-bound", action="store_true", help="with --profile: plan as if the run were not launch-bound")
     add = parser.add_argument_group("budget and search").add_argument
     budget_help = "GPU memory of each rank (default: all of the device's memory)"

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 NAME = "profile"
 SUMMARY = "measure copy rates to the host and a model's step"
 DESCRIPTION = (
-    "Measures copy rates to and from the host for several sizes, in both directions at once, and during a matrix product. With "
-    "a Megatron argument file, it also measures the time and saved bytes of each module in one step and, on a GPU, how much "
-    "copies slow a launch-bound step. Pass the result to `fgoffload plan --profile FILE`."
+    "Measures copy rates to and from the host for several sizes: in each direction, in both directions together, and during a "
+    "matrix product. With a Megatron argument file, it also measures the time and saved bytes of each module in one step and, "
+    "on a GPU, how much copies slow a launch-bound step. Pass the result to `fgoffload plan --profile FILE`."
 )
 USAGE = "fgoffload profile [ARGUMENTS.sh] [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload profile tiny_moe"

@@ -25,8 +25,8 @@ SUMMARY = "run an unmodified training script with offload"
 DESCRIPTION = """\
 Runs an unmodified training script with offload. For Megatron-LM, add the flags
 below to those of the script. For a Trainer of transformers or TRL, no flags
-are required: the command adds OffloadCallback. Rank 0 prints one line that
-describes the offload.
+are required: the command adds OffloadCallback. Rank 0 prints a short summary
+of the offload.
 
 Put options for torchrun before `--`. These commands are equivalent:
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py ...

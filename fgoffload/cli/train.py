@@ -1,4 +1,4 @@
-"""`fgoffload train`: trains a model twice, without and with offload, and compares the results bitwise."""
+"""`fgoffload train`: trains a model twice, with and without offload, and compares the results bitwise."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from fgoffload.trainer.steps import Difference
 
 NAME = "train"
-SUMMARY = "train twice, without and with offload, and compare bitwise"
+SUMMARY = "train twice, with and without offload, and compare bitwise"
 DESCRIPTION = (
-    "Trains the model in a Megatron argument file twice with the same seed, without and with offload. Compares losses and "
+    "Trains the model in a Megatron argument file twice with the same seed, with and without offload. Compares losses and "
     "gradients bitwise, and shows memory and step time of both runs. Also runs on a CPU."
 )
 USAGE = "fgoffload train ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"

@@ -41,7 +41,7 @@ class TagStats:
     """Statistics of one tag in one step, on this rank."""
 
     groups: int = 0
-    """Number of runs of the tag's sites."""
+    """Number of times that a site of the tag ran."""
     saved_tensors: int = 0
     """Number of tensors that autograd saved in the tag's regions."""
     d2h_bytes: int = 0
@@ -61,7 +61,7 @@ class TagStats:
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
     """Bytes that stayed on the GPU, by the value of their `KeptReason`, excluding parameters."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
-    """Seconds of copies and waits, measured on the GPU. Empty unless times are measured."""
+    """Seconds of copies and waits, measured on the GPU. Empty if times are not measured."""
 
     def add_kept(self, reason: KeptReason, size_bytes: int) -> None:
         """Count `size_bytes` that stay on the device for `reason`."""
