@@ -121,6 +121,13 @@ class BudgetOffload(ModelOffload):
         is_last = tag == LAYER and layer == self._last_layer and self._loss is not None
         return functools.partial(self._run_last_layer, forward) if is_last else forward
 
+    @skip
+    def is_idle(self, tag: str | None, layer: int) -> bool:
+        """Return whether this is a kept part of a layer that runs without hooks."""
+        if tag is None or self._trial is not None or has_hooks() or self.get_engine().observers:
+            return False
+        return not self._is_offloaded(layer, tag)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> Any:
         """Begin a region if the plan offloads this module. Otherwise keep its saved tensors out of the enclosing region."""

@@ -158,6 +158,10 @@ class ModelOffload(EngineOwner):
         """Return the function to run instead of `forward`. The default is `forward` itself. Subclasses override this."""
         return forward
 
+    def is_idle(self, tag: str | None, layer: int) -> bool:
+        """Return whether `begin_run` would do nothing here. A cheap check; False is always right."""
+        return False
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> "_Run | None":
         """Begin a run of `module` with the arguments `inputs`, or return None if offload does nothing here.

@@ -97,6 +97,8 @@ class ReplacedForward:
         if self._is_checkpointed and module.training:
             forward = functools.partial(checkpoint, forward, use_reentrant=False)
         forward = handle.wrap(module, forward, (args, kwargs), self._tag, self._layer)
+        if handle.is_idle(self._tag, self._layer):
+            return forward(*args, **kwargs)
         around = ThreadState()  # see [Note: Interrupted forwards]
         try:
             try:
