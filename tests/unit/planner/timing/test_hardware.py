@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -100,3 +101,11 @@ def test_errors_in_the_table_name_the_device(fields, message, monkeypatch):
         monkeypatch.setattr(hardware, names, dict(getattr(hardware, names)))
     with pytest.raises(ConfigError, match=f"^hardware.json, device 'mine': {message}$"):
         hardware._load_table(json.dumps({"mine": {**SMALL, **fields}}))
+
+
+@pytest.mark.parametrize(("heading", "without"), [("Link to the host", {"ascend-910b"}), ("Links between ranks", set())])
+def test_link_tables_of_the_hardware_page_list_each_device_once(heading, without):
+    page = Path(__file__).parents[4] / "docs" / "reference" / "hardware.md"
+    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    listed = [key for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
+    assert sorted(listed) == sorted(HARDWARE.keys() - without), f"Update the table under '{heading}' in {page}."
