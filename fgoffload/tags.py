@@ -219,9 +219,9 @@ class RecomputeUnit:
     """Tags that save the unit's inputs but are not recomputed with it."""
 
 
-_MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine")
+_MOE_TAGS = ("shared_expert", "router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine")
 _MLP_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
-_ATTENTION_TAGS = ("attn_norm", "qkv_linear", "core_attn", "attn_proj")
+_ATTENTION_TAGS = ("attn_norm", "qkv_linear", "gdp_qkv", "core_attn", "attn_proj")
 
 RECOMPUTE_UNITS = (
     RecomputeUnit(

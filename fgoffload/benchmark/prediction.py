@@ -10,14 +10,13 @@ from fgoffload.benchmark.job import Job
 from fgoffload.benchmark.measurement import Measurement
 from fgoffload.benchmark.rank_models import build_profile_ranks, build_table_ranks, load_profile
 from fgoffload.benchmark.settings import BASELINE, FULL, OWN_HOOKS, Setting, System
-from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.errors import OffloadError, PlanError
 from fgoffload.plan import OffloadPlan
 from fgoffload.planner.ranks.output_copies import copy_outputs
 from fgoffload.planner.ranks.rank_model import RankModel, Turn
 from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.megatron_flags import FullMethod, FullRecompute, MegatronFlags, SelectiveRecompute
-from fgoffload.planner.timing.hardware import Hardware
+from fgoffload.planner.timing.hardware import Hardware, find_hardware
 from fgoffload.planner.timing.profile import Profile
 from fgoffload.tags import find_recompute_unit
 

@@ -25,13 +25,13 @@ from fgoffload.benchmark.rank_models import (
     plan_budget,
 )
 from fgoffload.benchmark.settings import BASELINE, OWN_HOOKS, Setting, System
-from fgoffload.benchmark.surroundings import find_hardware
 from fgoffload.benchmark.traces import write_trace
 from fgoffload.engine import ActivationLedger
 from fgoffload.engine.torch_internals import empty_host_cache
 from fgoffload.integrations.collectives import gather
 from fgoffload.integrations.megatron.patching.cpu_support import needs_cpu_support
 from fgoffload.planner.ranks.rank_model import RankModel
+from fgoffload.planner.timing.hardware import find_hardware
 from fgoffload.planner.timing.profile import MeasuredTraining
 from fgoffload.trainer import parallel
 from fgoffload.trainer.compared_steps import settle

@@ -1,4 +1,4 @@
-"""Finds the versions, the device and the environment variables that affect a benchmark."""
+"""Finds the versions and the environment variables that affect a benchmark."""
 
 import dataclasses
 import os
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from fgoffload.doctor.gpus import find_gpus
 from fgoffload.doctor.machine import Machine
-from fgoffload.planner.timing.hardware import HARDWARE, Hardware
 
 PACKAGES = ("fgoffload", "torch", "megatron-core", "transformer-engine", "nvidia-cudnn-cu13", "nvidia-nccl-cu13")
 """Distributions whose versions affect a benchmark."""
@@ -16,9 +15,6 @@ _VARIABLES = re.compile(
     r"NVTE_\w+|NCCL_\w+|CUDA_DEVICE_MAX_CONNECTIONS|CUDA_VISIBLE_DEVICES|CUBLAS_WORKSPACE_CONFIG|PYTORCH_(CUDA_)?ALLOC_CONF"
     r"|OMP_NUM_THREADS"
 )
-
-_OTHER_FORMS = re.compile(r"pcie|\bnvl\b", re.IGNORECASE)
-"""Slower variants of the H100 and H200. The hardware table has only the SXM variants."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,12 +50,3 @@ def find_surroundings(*, device: str) -> Surroundings:
         cpus=len(machine.cpus) or os.cpu_count() or 1,
         variables={name: value for name, value in machine.environment.items() if _VARIABLES.fullmatch(name)},
     )
-
-
-def find_hardware(device: str) -> Hardware | None:
-    """Return the hardware table's entry for a device name such as `NVIDIA H100 80GB HBM3`, or None if it has none."""
-    words = re.findall(r"[a-z0-9]+", device.lower())
-    for key, hardware in HARDWARE.items():
-        if key in words and not (key in ("h100", "h200") and _OTHER_FORMS.search(device)):
-            return hardware
-    return None

@@ -31,6 +31,6 @@ def test_the_tags_page_lists_exactly_the_recompute_units_in_the_code():
 
 def test_the_tags_page_lists_a_site_for_each_tag_and_every_held_wait():
     tables = read_tables(PAGE.read_text(encoding="utf-8"))
-    assert {row[0] for row in tables["sites"]} == {f"`{name}`" for name in default_tags().names}
+    assert {row[0] for row in tables["sites"]} == {f"`{name}`" for name in default_tags().names}, f"Update the rows in {PAGE}."
     held = [row[0] for row in tables["waits"] if row[2] == "`hold`"]
     assert held == [f"`{wait.dispatcher}.{wait.method}`" for wait in HELD_WAITS]

@@ -20,6 +20,7 @@ _KNOWN_TAGS = [name for name in default_tags().names if name not in ("fused_grou
 """Tags that all versions of Megatron-Core have sites for."""
 _EXPERT_TAGS = {"router", "expert_fc1", "moe_act", "expert_fc2", "moe_combine"}
 _DENSE_MLP_TAGS = {"mlp_fc1", "mlp_act", "mlp_fc2"}
+_COMMON_TAGS = {"layer_input", "attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm", "shared_expert"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +40,9 @@ class Row:
             absent |= _EXPERT_TAGS
         elif "--moe-layer-freq" not in self.flags:
             absent |= _DENSE_MLP_TAGS
+        unlisted = set(_KNOWN_TAGS) - _COMMON_TAGS - _EXPERT_TAGS - _DENSE_MLP_TAGS
+        fix = "add it to a group, or exclude it from _KNOWN_TAGS, and from `auto` with _NEVER_AUTO of site_actions.py"
+        assert not unlisted, f"{unlisted} is in no group of tags in tests/support/matrix.py: {fix}"
         return [name for name in _KNOWN_TAGS if name not in absent]
 
     def list_trainings(self) -> list[Training]:

@@ -17,14 +17,13 @@ NAMES = (
 
 
 def test_default_tags_are_in_forward_order():
-    assert default_tags().names == NAMES
+    assert default_tags().names == NAMES, "For a new tag, change NAMES and the files under 'Add a tag' in CONTRIBUTING.md."
 
 
 def test_a_custom_tag_is_appended_to_a_copy_of_the_registry():
     before = default_tags()
     after = before.with_tag(Tag(name="my_router", saves="router logits"))
-    assert after.names == (*NAMES, "my_router")
-    assert before.names == NAMES
+    assert after.names == (*before.names, "my_router")
 
 
 @pytest.mark.parametrize("name", ["", "two words", "a-b", "1a"])
@@ -46,3 +45,9 @@ def test_recompute_units_refer_to_existing_tags_or_units():
     assert {name for unit in RECOMPUTE_UNITS for name in (*unit.covers, *unit.excludes)} <= known
     assert find_recompute_unit("layer") is RECOMPUTE_UNITS[0]
     assert find_recompute_unit("attn_proj") is None
+
+
+def test_full_layer_recompute_covers_all_tags_and_units_of_the_layer():
+    layer = find_recompute_unit("layer")
+    inside = {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)} - {"layer", "layer_input"}
+    assert set(layer.covers) == inside, "In fgoffload/tags.py, add the tag to the covers of unit 'layer'."

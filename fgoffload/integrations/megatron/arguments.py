@@ -4,7 +4,9 @@ import argparse
 import contextlib
 from typing import Any
 
+from fgoffload.defaults import DEFAULT_MIN_OFFLOADED_TENSOR_SIZE, DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.integrations.megatron.flags.field_flags import number, whole_number
+from fgoffload.units import format_bytes
 
 _SWITCH = {"action": argparse.BooleanOptionalAction, "default": False}
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -13,7 +15,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--min-offloaded-tensor-size": {
         "type": whole_number,
         "metavar": "ELEMENTS",
-        "help": "smaller storages stay on the GPU (default 1048576)",
+        "help": f"smaller storages stay on the GPU (default {DEFAULT_MIN_OFFLOADED_TENSOR_SIZE})",
     },
     "--delay-offload-until-cuda-graph": {**_SWITCH, "help": "delay offload until the next CUDA graph is launched"},
     "--delta-offload-bytes-across-pp-ranks": {
@@ -29,8 +31,14 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--offload-plan": {"metavar": "FILE", "help": "plan file to use instead of a fraction"},
     "--offload-memory-budget": {"metavar": "SIZE", "help": "GPU memory budget for --offload-modules auto, such as 60GiB"},
     "--offload-host-budget": {"metavar": "SIZE", "help": "host memory limit of each rank, such as 64GiB"},
-    "--offload-window": {"metavar": "SIZE", "help": "maximum bytes in flight to the host before compute waits (default 1GiB)"},
-    "--offload-prefetch": {"metavar": "SIZE", "help": "bytes to reload ahead of backward (default 512MiB)"},
+    "--offload-window": {
+        "metavar": "SIZE",
+        "help": f"maximum bytes in flight to the host before compute waits (default {format_bytes(DEFAULT_WINDOW_BYTES)})",
+    },
+    "--offload-prefetch": {
+        "metavar": "SIZE",
+        "help": f"bytes to reload ahead of backward (default {format_bytes(DEFAULT_PREFETCH_BYTES)})",
+    },
 }
 """Arguments of `add_argument`, by flag."""
 

@@ -107,11 +107,7 @@ class Hardware:
         Raises:
             ConfigError: `text` is not JSON, or a field is unknown, missing or invalid.
         """
-        document = parse_json(text, name=source, fix="Use an object with the fields of Hardware.")
-        try:
-            return _make_hardware(document, source=source)
-        except ConfigError as error:
-            raise ConfigError(f"{source}: {error}") from error
+        return _make_hardware(parse_json(text, name=source, fix="Use an object with the fields of Hardware."), source=source)
 
     @classmethod
     def load(cls, path: Path) -> "Hardware":
@@ -128,13 +124,19 @@ def get_hardware(name: str) -> Hardware:
     Raises:
         ConfigError: The table has no such device. The error suggests the nearest name.
     """
-    if (found := _NAMES.get(_strip(name))) is not None:
-        return HARDWARE[found]
+    if (found := find_hardware(name)) is not None:
+        return found
     nearest = difflib.get_close_matches(_strip(name), _NAMES, n=1, cutoff=0.6)
     hint = f" Did you mean {_NAMES[nearest[0]]!r}?" if nearest else ""
     raise ConfigError(
         f"hardware {name!r} is not known.{hint} Use one of: {', '.join(HARDWARE)}; or load your own file with Hardware.load."
     )
+
+
+def find_hardware(name: str) -> Hardware | None:
+    """Look up a device like `get_hardware`, but return None if the table does not have it."""
+    key = _NAMES.get(_strip(name))
+    return None if key is None else HARDWARE[key]
 
 
 def check_for_times(hardware: Hardware) -> None:
@@ -183,7 +185,14 @@ _LINK_NEEDED = ("d2h_bytes_per_s", "h2d_bytes_per_s")
 
 
 def _make_hardware(document: Any, *, source: str) -> Hardware:
-    fields = check_fields(Hardware, _fill_from_base(document, source), "hardware")
+    """Build a device from parsed JSON. Errors begin with `source`."""
+    try:
+        return _convert_fields(check_fields(Hardware, _fill_from_base(document, source), "hardware"))
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from error
+
+
+def _convert_fields(fields: dict[str, Any]) -> Hardware:
     for name in ("device_memory_bytes", "host_memory_bytes_per_node"):
         if isinstance(fields.get(name), str):
             fields[name] = parse_bytes(fields[name], name=name, needs_unit=True)
@@ -217,17 +226,19 @@ def _strip(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _load_table() -> None:
-    """Load the packaged devices. The file lists a device after its `base`."""
-    table = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+def _load_table(table: str) -> None:
+    """Load the packaged devices. The file lists a device after its `base`, and two devices must not share a name."""
     for key, fields in json.loads(table).items():
+        source = f"hardware.json, device {key!r}"
         driver_name = fields.pop("driver", key)
-        HARDWARE[key] = _make_hardware(fields, source=f"device {key}")
-        _NAMES.update({_strip(name): key for name in (key, HARDWARE[key].name, driver_name)})
+        HARDWARE[key] = _make_hardware(fields, source=source)
+        for name in (key, HARDWARE[key].name, driver_name):
+            if (other := _NAMES.setdefault(_strip(name), key)) != key:
+                raise ConfigError(f"{source}: name or driver {name!r} is also a name of {other!r}. Use another one.")
 
 
 HARDWARE: dict[str, Hardware] = {}
 """Devices of hardware.json, keyed by the name that users type."""
 _NAMES: dict[str, str] = {}
 """Normalized names of devices, including those that drivers report, mapped to keys of `HARDWARE`."""
-_load_table()
+_load_table(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

@@ -7,7 +7,7 @@ import pytest
 
 from fgoffload import Action, IntegrationError, OffloadPlan, PlanError, Site
 from fgoffload.integrations.megatron.adapter import first_step
-from fgoffload.integrations.megatron.adapter.first_step import check_same_plan, check_tags
+from fgoffload.integrations.megatron.adapter.first_step import check_same_plan, check_tag_effects
 
 PLAN, OTHER = (
     OffloadPlan(actions={Site(chunk=0, layer=1, tag="core_attn"): action}) for action in (Action.OFFLOAD, Action.RECOMPUTE)
@@ -44,4 +44,4 @@ def test_a_tag_that_saves_nothing_on_any_rank_is_rejected(saves_elsewhere, monke
     monkeypatch.setattr(first_step, "gather", lambda own: [own, [(*one[:3], saves_elsewhere, False) for one in own]])
     raises = pytest.raises(IntegrationError, match="'core_attn' saved nothing in the first step on any rank")
     with contextlib.nullcontext() if saves_elsewhere else raises:
-        check_tags(("core_attn",), actions, (), types.SimpleNamespace(tags={}))
+        check_tag_effects(("core_attn",), actions, (), types.SimpleNamespace(tags={}))

@@ -29,7 +29,7 @@ def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepSt
     if actions.plan is not None:
         with naming_plan_file(plan_file):
             check_plan(actions.plan, actions.by_site, actions.layers)
-    check_tags(selected, actions.by_site, actions.fused_tags, step)
+    check_tag_effects(selected, actions.by_site, actions.fused_tags, step)
 
 
 def check_same_plan(selected: Sequence[str], plan: OffloadPlan | None) -> None:
@@ -52,7 +52,7 @@ def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collec
             )
 
 
-def check_tags(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
+def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
     """Check that each selected tag has a site and saved something on some rank."""
     reports = gather([_report(tag, actions, fused, step) for tag in selected])
     for tag, *same in zip(selected, *reports, strict=True):

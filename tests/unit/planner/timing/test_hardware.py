@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from fgoffload import ConfigError
-from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, check_for_times, get_hardware
+from fgoffload.planner.timing import hardware
+from fgoffload.planner.timing.hardware import HARDWARE, Hardware, Link, check_for_times, find_hardware, get_hardware
 
 SMALL = {"name": "small", "device_memory_bytes": 1, "gpus_per_node": 1, "source": "test"}
 RATES = ("device_memory_bytes_per_s", "bf16_flop_per_s", "fp8_flop_per_s", "tf32_flop_per_s")
@@ -80,3 +82,30 @@ def test_a_hardware_file_without_a_required_field_is_rejected(tmp_path):
     path.write_text("{}", encoding="utf-8")
     with pytest.raises(ConfigError, match=r"hardware file .*lacking.json: hardware lacks 'name'. Add it"):
         Hardware.load(path)
+
+
+def test_devices_without_an_entry_are_not_found():
+    assert find_hardware("NVIDIA A100 80GB PCIe") is HARDWARE["a100-pcie"]
+    assert [find_hardware(name) for name in ("NVIDIA H100 PCIe", "NVIDIA H200 NVL", "CPU")] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"driver": "NVIDIA H200"}, "name or driver 'NVIDIA H200' is also a name of 'h200'. Use another one."),
+        ({"gpus_per_node": None}, "hardware lacks 'gpus_per_node'. Add it."),
+    ],
+)
+def test_errors_in_the_table_name_the_device(fields, message, monkeypatch):
+    for names in ("HARDWARE", "_NAMES"):
+        monkeypatch.setattr(hardware, names, dict(getattr(hardware, names)))
+    with pytest.raises(ConfigError, match=f"^hardware.json, device 'mine': {message}$"):
+        hardware._load_table(json.dumps({"mine": {**SMALL, **fields}}))
+
+
+@pytest.mark.parametrize(("heading", "without"), [("Link to the host", {"ascend-910b"}), ("Links between ranks", set())])
+def test_link_tables_of_the_hardware_page_list_each_device_once(heading, without):
+    page = Path(__file__).parents[4] / "docs" / "reference" / "hardware.md"
+    section = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    listed = [key for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for key in re.findall(r"`([^`]+)`", row)]
+    assert sorted(listed) == sorted(HARDWARE.keys() - without), f"Update the table under '{heading}' in {page}."
