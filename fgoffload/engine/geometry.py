@@ -60,7 +60,7 @@ def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
-    """Return a range of the bytes of the storage of `tensor` as uint8 `[end - start]`, without a copy."""
+    """Return bytes `start` to `end` of the tensor's storage as uint8 `[end - start]`, without a copy."""
     target = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return target.set_(tensor.untyped_storage(), start, (end - start,), (1,))
 
