@@ -79,7 +79,7 @@ class StaticMemory:
     weight_bytes: int  # bytes of weights in the dtype of activations
     fp8_weight_bytes: int = 0
     """Bytes of the row-wise and column-wise fp8 copies of linear weights, kept for all microbatches of a step."""
-    gradient_bytes: int  # bytes of gradient buffers
+    gradient_bytes: int
     optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""

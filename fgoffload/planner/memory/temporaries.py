@@ -1,11 +1,11 @@
 """Counts the temporary device bytes of each segment, in addition to the layer's saved tensors.
 
-In forward these are the segment's input and output (unless an earlier segment saved them), tensors gathered for tensor
-parallelism, and tensors that Megatron's callers still reference, such as the output of the shared experts until it is added. A
-tensor that the segment itself saves is temporary while the segment runs, and saved afterwards.
+In forward, temporaries are the segment's input and output, unless an earlier segment saved them, and tensors gathered for
+tensor parallelism. Tensors that Megatron's callers still reference are temporaries too, such as the output of the shared
+experts until it is added. A tensor that the segment itself saves is temporary while the segment runs, and saved afterwards.
 
-In backward they are the residual's gradient (until the norm adds it), the gradients of the segment's output and input, tensors
-gathered again, and weight gradients that are not yet accumulated.
+In backward, temporaries are the gradients of the segment's output and input, the residual's gradient until the norm adds it,
+tensors gathered again, and weight gradients that are not yet accumulated.
 
 Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not compared with measurements.
 """
@@ -29,8 +29,8 @@ from fgoffload.planner.operations.ops import BF16, FP32, Execution
 class ExtraBytes:
     """Temporary bytes of one segment."""
 
-    forward: int = 0  # bytes in forward
-    backward: int = 0  # bytes in backward
+    forward: int = 0
+    backward: int = 0
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
@@ -175,7 +175,7 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
 
 
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
-    """Add the temporaries of the biases of the experts' second linears.
+    """Add the temporaries for biases in the experts' second linears.
 
     Megatron multiplies each expert's bias by the probabilities, adds the product to the rows in the dtype of the probabilities,
     and concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the

@@ -29,7 +29,7 @@ class Segment:
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
     forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
-    backward_extra_bytes: int = 0  # temporary device bytes of backward: gradients of activations and workspaces
+    backward_extra_bytes: int = 0  # temporary device bytes of backward: activation gradients and workspaces
     host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
     """Launch delay to add to `forward_s` in a forward pass, in seconds; negative if the host launches earlier than when
@@ -53,7 +53,7 @@ class SavedTensor:
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:
-        """Return whether it has fewer than `numel` elements."""
+        """Return whether the tensor has fewer than `numel` elements."""
         return self.size_bytes < numel * self.element_bytes
 
 
@@ -102,7 +102,7 @@ class LayerModel:
     """Storages that the layer saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
-    segment counts as the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
+    segment belongs to the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
     """
     units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports
 

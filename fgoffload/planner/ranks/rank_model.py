@@ -27,7 +27,7 @@ class NumberedLayer:
     """A layer of a chunk, with its number in the model."""
 
     number: int  # number in the whole model, from 0, as in plans
-    model: LayerModel  # the layer's model, shared by layers of one kind
+    model: LayerModel  # shared by layers of one kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,10 +103,10 @@ class RankModel:
     static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, for the whole step
     chunks: tuple[ChunkModel, ...]  # model chunks, in order of their numbers
     passes: tuple[Pass, ...]  # passes in order, from `fgoffload.planner.ranks.schedule.list_passes`
-    link: LinkModel  # link to the host
+    link: LinkModel
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements that a group must save in a storage to offload it. Smaller storages stay on the GPU."""
+    """Minimum number of elements that a group must save in a storage to offload it. Otherwise, the storage stays on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit

@@ -40,7 +40,7 @@ class PassKind(enum.Enum):
 class Pass:
     """Forward or backward of one microbatch through one model chunk of a rank."""
 
-    kind: PassKind  # forward or backward
+    kind: PassKind
     chunk: int  # model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0
     microbatch: int  # microbatch of the step, from 0
 

@@ -55,7 +55,7 @@ class Take(NamedTuple):
 class TrafficKey(NamedTuple):
     """Key of traffic counters: a tag with one action, in layers of one kind."""
 
-    kind: str  # kind of the layer
+    kind: str
     tag: str  # tag of the group that offloads the tensors
     action: Action
 

@@ -44,7 +44,7 @@ class Take(NamedTuple):
 class PlacedTensor(NamedTuple):
     """A tensor with its lifetime, which begins in forward or in a recompute and ends in backward."""
 
-    tensor: SavedTensor  # the tensor
+    tensor: SavedTensor
     saved_after: int  # segment whose forward allocates it
     freed_after: int  # segment after whose backward it is freed
     takes: tuple[Take, ...] = ()  # points that need it, in backward order; empty for a recomputed tensor
@@ -87,14 +87,14 @@ class Recompute(NamedTuple):
 class ResolvedLayer:
     """A layer with a plan applied. Equal layers share one instance, so each cached property is computed once."""
 
-    layer: LayerModel  # the layer
+    layer: LayerModel
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the GPU from forward to backward
     held: tuple[PlacedTensor, ...]  # recomputed tensors that forward references until the end of the layer
     shared: tuple[SavedTensor, ...]
     """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     offloaded: tuple[PlacedTensor, ...]  # offloaded tensors
     groups: tuple[OffloadedGroup, ...]  # groups of the offloaded tags, in the order in which forward reaches their sites
-    recomputes: tuple[Recompute, ...]  # recomputes, in backward order
+    recomputes: tuple[Recompute, ...]  # in backward order
 
     @property
     def kept_bytes(self) -> int:
@@ -210,11 +210,11 @@ class _Places:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """First segment whose host wait delays the submission of earlier groups; None if no segment has such a wait."""
+        """First segment whose host wait delays the submission of earlier groups; None if no segment has a wait that does."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
-        """Return the index of the segment `name`; 0 if the layer has no such segment."""
+        """Return the index of the segment `name`; 0 if the layer has no segment of this name."""
         return self._places.get(name, 0)
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:

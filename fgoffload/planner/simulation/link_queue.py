@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""Factor within which two times count as equal. Without it, rounding could hide a copy that ends exactly when it is polled."""
+"""Two times within this factor are equal. Otherwise, rounding could hide a copy that ends exactly when it is polled."""
 
 
 class Copy:

@@ -66,7 +66,7 @@ class Hardware:
     link: Link = dataclasses.field(default_factory=Link)  # link to the host
     nvlink_bytes_per_s: float | None = None
     """Total bytes per second from a device to the rest of its domain, one way, over NVLink or AMD's Infinity Fabric. If None
-    (no such link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
+    (no link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
     reaches n - 1 times this. Defaults to all of `nvlink_bytes_per_s`."""
@@ -126,7 +126,7 @@ def get_hardware(name: str) -> Hardware:
     Case, spaces and dashes do not matter.
 
     Raises:
-        ConfigError: The table has no such device. The error suggests the nearest name.
+        ConfigError: The device is not in the table. The error suggests the nearest name.
     """
     if (found := _NAMES.get(_strip(name))) is not None:
         return HARDWARE[found]

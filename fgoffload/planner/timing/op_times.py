@@ -1,7 +1,7 @@
 """Builds the model of a layer, with the times of its segments, from its shape and a device.
 
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short gap. If the kernels of a layer are faster than their launches, the launch time counts instead.
+plus a short gap. A layer takes at least the time that the host needs to launch its kernels.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return the launches of each segment in its `forward` or `backward`. A graph counts for its first segment."""
+    """Return the launches of each segment in its `forward` or `backward`. The first segment counts a graph's launch."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
@@ -111,8 +111,8 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
 class Clock:
     """Predicts how long work takes on a device."""
 
-    hardware: Hardware  # the device
-    efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
+    hardware: Hardware
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
 
     @property
     def memory_bytes_per_s(self) -> float:
