@@ -69,7 +69,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record why a region of `tag`, or a forward if None, does nothing here. Disabled gradients are not recorded."""
+    """Record why a region of `tag` does nothing here, or a forward if `tag` is None. Disabled gradients are not recorded."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -93,7 +93,7 @@ class UncompiledSaving(Saving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`, as the unpack hook."""
+        """Unpack hook: return the tensor of `handle`."""
         return super().unpack(handle)
 
 

@@ -101,7 +101,7 @@ class EngineOwner:
         self.engine.set_policy(self._policy)
 
     def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
-        """Count a region of `tag`, or a forward if None, that does nothing. See `explain_inert` for the reasons."""
+        """Count a region of `tag` that does nothing, or a forward if `tag` is None. See `explain_inert` for the reasons."""
         if tag is None:
             self._watch_forward()
             return

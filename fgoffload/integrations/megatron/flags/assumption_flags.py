@@ -19,7 +19,7 @@ DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes per element, by the dtype names in Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Sharding strategies of Megatron-FSDP. Each shards more than the previous one."""
+"""Sharding strategies of Megatron-FSDP. Each strategy shards more than the previous one."""
 
 _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 

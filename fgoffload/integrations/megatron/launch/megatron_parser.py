@@ -24,9 +24,10 @@ class _ParserIsComplete(BaseException):
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of all Megatron-LM flags, from `words` or defaults. None without a parser, or if it rejects `words`.
+    """Return the values of all Megatron-LM flags, from `words` or defaults.
 
-    This imports Megatron-LM's training code, which the script imports anyway. The script itself reports rejected words.
+    Return None if there is no parser, or if the parser rejects `words`. This imports Megatron-LM's training code, which the
+    script imports anyway. The script itself reports rejected words.
     """
     parser = _find_parser()
     if parser is None:

@@ -95,7 +95,7 @@ def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
     """Return the maximum bytes per microbatch saved outside layers, or in layers but still referenced elsewhere.
 
-    With `is_last`, only storages saved after the layers count; without it, all others.
+    If `is_last`, only storages saved after the layers are counted; otherwise, all other storages are.
     """
     found: dict[int, int] = {}
     for run in runs:

@@ -134,7 +134,7 @@ class Rerun:
         self.outputs_in_use = {get_key(output): one for one in self._outputs if one is not None}
 
     def detached_outputs(self) -> DetachedOutputs:
-        """Return a context in which autograd saves placeholders for the outputs."""
+        """Return a context manager in which autograd saves placeholders for the outputs."""
         return DetachedOutputs(self.outputs_in_use, self._place)
 
     def empty_outputs(self) -> None:
