@@ -86,8 +86,8 @@ class OffloadPlan:
 
     Args:
         actions: Action by site.
-        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more are, compute waits, because the
-            planner counts the excess as freed. None disables the wait.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more bytes are in flight, compute
+            waits, because the planner counts the excess as freed. None disables the wait.
         made_for: Settings of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name,
             and `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """

@@ -31,7 +31,7 @@ class TransferConfig:
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
-        min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
+        min_offloaded_bytes: Storages with fewer saved bytes stay on the GPU. 0 offloads storages of any size.
         window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` chooses them.
         prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` chooses them.
         host_budget_bytes: Limit on this process's host memory, by default its share of 60% of the free host memory. Tensors

@@ -123,7 +123,7 @@ class ScheduledGroup:
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Record that backward has left the site. A backward inside a region that still saves tensors does not count."""
+        """Record that backward has left the site. A backward inside a region that still saves tensors is ignored."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
@@ -145,7 +145,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.remaining = len(self.groups)
-        """`end` counts the groups that backward has not left, `remaining` those neither reloaded nor cancelled."""
+        """`end` counts the groups that backward has not left. `remaining` excludes reloaded and cancelled groups too."""
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
@@ -174,7 +174,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.end = self.remaining = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
-        """End `group`. The caller submits it next, or with `is_held` at the next `OffloadEngine.flush`."""
+        """End `group`. The caller then submits it. If `is_held`, the next `OffloadEngine.flush` submits it instead."""
         group.end_position = len(self.groups)
         if is_held:
             group.state = GroupState.HELD
@@ -193,8 +193,8 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
         Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
         of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
-        reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as ahead until
-        backward reaches it.
+        reloaded before backward reached any group, or while backward was in a nested group. Its bytes are then ahead until
+        backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True

@@ -19,7 +19,7 @@ class Run:
 
     setting: Setting
     repeat: int
-    """Index of the repeat of the whole list."""
+    """Index of the repeat. Each repeat runs the whole list of settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

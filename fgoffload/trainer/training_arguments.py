@@ -66,7 +66,7 @@ class TrainingArguments:
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no such flag."""
+    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no flag for this."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that Megatron's own config does not check."""
