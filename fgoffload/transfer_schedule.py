@@ -1,8 +1,8 @@
 """Decides when groups are offloaded, reloaded, cancelled and released. The engine and the simulator share it.
 
-The schedule uses only the order and the bytes of groups. The engine calls it with device events, the simulator with simulated
-events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak references
-and shared storages.
+The schedule uses only the order and the bytes of groups. The engine calls it with device events, and the simulator with
+simulated events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak
+references and shared storages.
 
     [Note: Events]
     Calls for each event, in order:
@@ -15,10 +15,10 @@ and shared storages.
 
     [Note: Prefetch across passes]
     When a pass begins, a caller with a known order of passes announces the lane of the next backward. That backward follows
-    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in a
-    backward, only after all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes, even
-    for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement is a
-    hint: it reloads only groups on the host, and wrong reloads are dropped.
+    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass. A
+    backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes,
+    even for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement
+    is a hint: it reloads only groups on the host, and wrong reloads are dropped.
 
 All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
 """
@@ -294,7 +294,7 @@ class TransferSchedule:
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload `group` unless it was prefetched, then the next groups: backward has reached `group` and left later ones."""
+        """Reload `group` unless it was prefetched, then the next groups. Backward has reached `group` and left later groups."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.remaining == lane.end:
             lane.remaining -= 1

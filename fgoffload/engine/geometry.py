@@ -25,7 +25,7 @@ class View(NamedTuple):
     dense_bytes: int
     """Size of the packed elements. Repeated elements of an expanded dimension count once."""
     covered_bytes: int
-    """Upper bound on the number of bytes of the storage that the view covers."""
+    """Upper bound on how many bytes of the storage the view covers."""
     is_contiguous: bool
     """Whether the elements are in order and without gaps. A dimension of size 1 may have any stride."""
 

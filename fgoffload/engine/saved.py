@@ -82,7 +82,7 @@ class SavedStorage:
         self.place = place
         """Place of the first save."""
         self.stats = stats
-        """Statistics of the tag that offloaded the storage. Until then, of the tag that saved it first."""
+        """Statistics of the tag that offloaded the storage, or of the tag that saved it first if it is not offloaded yet."""
         self.itemsize = tensor.element_size()
         """Element size of the first saved tensor, to check the minimum number of elements."""
         self.state = SavedState.RESIDENT

@@ -168,7 +168,7 @@ def test_graphs_are_not_replayed_without_the_engine_that_they_were_captured_with
         for _ in range(WARMUP + 2):
             trainer.run_step(with_digests=False)
         trainer.integration.remove()
-        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+        with pytest.raises(StateError, match="captured with activation offload, which has been removed since"):
             trainer.run_step(with_digests=False)
     finally:
         trainer.close()

@@ -2,8 +2,8 @@
 
 [Note: The running forward]
 Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
-and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost
-forward of any handle. No state is process-wide, so threads, models and nested models are independent.
+and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region uses the
+innermost forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
 Ctrl-C, an alarm or an `OutOfMemoryError` may interrupt a forward between any two lines, and a leftover saved-tensor hook would
@@ -238,7 +238,7 @@ class Forward:
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """Stop receiving saved tensors. Those of a failed forward stay on the device and are freed with their graph."""
+        """Stop receiving saved tensors. Saved tensors of a failed forward stay on the device and are freed with their graph."""
         self.stop()
         if not is_failed:
             if self._hook is not None:

@@ -53,7 +53,7 @@ class EngineOwner:
         self._watched_forwards = 0
         """Number of forwards with gradients, including those in which offload did nothing."""
         self._inert = dict.fromkeys(tags, "")
-        """By tag, the reason why its regions did nothing. Empty if none was recorded."""
+        """Reason why the regions of a tag did nothing, by tag. Empty if none was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
         """Whether idle tags are still to be reported."""

@@ -183,7 +183,7 @@ def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 
 
 def _has_own_input(shape: LayerShape, experts: ExpertsShape) -> bool:
-    """Return whether the shared experts save a separate input instead of sharing the router's."""
+    """Return whether the shared experts save a separate input instead of sharing the router's input."""
     return _gathers(shape, experts) or shape.fp8_recipe == "delayed"
 
 

@@ -203,8 +203,8 @@ NOT_MODELLED: Mapping[str, str] = {
     "projections and output gate; predicted weights, saved bytes and attention times are too low.",
     "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its predicted time is too high beyond "
     "index_topk tokens; without the indexer, predicted memory is slightly too low.",
-    "deepseek_v4": "low-rank projections of query and output are counted as full ones, so predicted attention times and weights are "
-    "too high; hyper-connections, the compressor and the indexer are left out, so predicted saved bytes are too low.",
+    "deepseek_v4": "low-rank projections of query and output are modelled as full ones, so predicted attention times and "
+    "weights are too high; hyper-connections, compressor and indexer are left out, so predicted saved bytes are too low.",
 }
 """Unmodelled parts of layers by `model_type`, and the direction of the error."""
 

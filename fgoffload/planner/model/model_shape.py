@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def numbers(self) -> range:
-        """Numbers of all layers, as in plans: the decoder's, then multi-token prediction's."""
+        """Numbers of all layers, as in plans: first the decoder's layers, then the layers of multi-token prediction."""
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:

@@ -40,8 +40,8 @@ class Work:
     """One kernel, or several of the same kind."""
 
     limit: Limit
-    flop: float = 0.0  # floating-point operations of all kernels together
-    moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
+    flop: float = 0.0  # total floating-point operations
+    moved_bytes: float = 0.0  # total bytes read from and written to device memory
     strided_bytes: float = 0.0
     """Part of `moved_bytes` that element-wise kernels access without vectorization, for example in half of a tensor's
     columns."""
@@ -122,7 +122,7 @@ class Execution:
 class Linear:
     """A linear layer of one rank, or one per expert of the rank."""
 
-    rows: int  # input rows, of all experts together
+    rows: int  # input rows of all experts
     inputs: int  # channels of an input row
     outputs: int  # channels of an output row
     experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer with all rows
@@ -130,7 +130,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """Elements of the weights, of all experts together."""
+        """Number of weights, over all experts."""
         return self.inputs * self.outputs * max(self.experts, 1)
 
     def list_forward(self) -> tuple[Work, ...]:

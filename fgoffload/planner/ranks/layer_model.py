@@ -16,9 +16,9 @@ class HostWait(enum.Enum):
     Source: host waits in docs/reference/tags.md.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host, which waits only for compute; a recompute does not wait
-    HOLD = "hold"  # the copy engine sends them; until they arrive, the layer's finished groups are not offloaded
-    COPY = "copy"  # the copy engine sends them after all queued copies, as without this package
+    KERNEL = "kernel"  # a kernel writes the bytes to the host, which waits only for compute; a recompute does not wait
+    HOLD = "hold"  # the copy engine sends the bytes; until they arrive, the layer's finished groups are not offloaded
+    COPY = "copy"  # the copy engine sends the bytes after all queued copies, as without this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,10 +46,10 @@ class SavedTensor:
     """A storage that one or more tags of a layer save."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save it, in forward order; empty for untagged tensors
+    tags: tuple[str, ...]  # tags that save the tensor, in forward order; empty for untagged tensors
     size_bytes: int  # bytes on this rank for one microbatch
     is_same_in_all_layers: bool = False  # whether all layers share this storage, offloaded once per microbatch
-    element_bytes: int = 2  # bytes per element, to convert the minimum size for offload
+    element_bytes: int = 2  # bytes per element, to convert the minimum number of elements to bytes
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:

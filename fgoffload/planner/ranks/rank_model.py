@@ -66,7 +66,7 @@ class LateCosts(NamedTuple):
     tensor_s: float = 0.0  # seconds per tensor of the group
 
     def find(self, groups: int, tensors: int) -> float:
-        """Return the delay by `groups` that offload `tensors` in all, in seconds."""
+        """Return the seconds of delay if `groups` groups offload a total of `tensors` tensors."""
         return groups * self.group_s + tensors * self.tensor_s
 
 

@@ -90,5 +90,5 @@ class CompiledChunk:
     bundles: tuple[Bundle, ...]
     base_bytes: int
     """Device bytes that a microbatch holds from the start of its forward to the end of its backward, under any plan."""
-    staged_bytes: int  # size of a staging slot, which all layers share: the largest need of any layer
+    staged_bytes: int  # size of a staging slot; layers share slots, and the largest layer sets the size
     recompute_s: float  # seconds of recompute in backward

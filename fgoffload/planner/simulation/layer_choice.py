@@ -36,9 +36,9 @@ class Take(NamedTuple):
     """A point in backward at which a tensor is needed."""
 
     before: int  # segment before whose backward the tensor is needed
-    unit: str | None  # unit whose recompute needs it; None if the segment's own backward needs it
+    unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs it, or None if that site is not offloaded. The engine tracks backward by these groups."""
+    """Group of the site that needs the tensor; None if the site is not offloaded. These groups show backward's position."""
 
 
 class PlacedTensor(NamedTuple):
@@ -48,9 +48,9 @@ class PlacedTensor(NamedTuple):
     saved_after: int  # segment whose forward allocates it
     freed_after: int  # segment after whose backward it is freed
     takes: tuple[Take, ...] = ()  # points that need it, in backward order; empty for a recomputed tensor
-    used_until: int = -1  # if offloaded: last segment whose forward reads it, after which it may be freed
-    offloaded_by: int = -1  # if offloaded: group that offloads it, the first submitted one that saves it
-    reloaded_for: int = -1  # if offloaded: group that it is reloaded for, the last one in forward that saves it
+    used_until: int = -1  # last segment whose forward reads an offloaded tensor, after which it may be freed
+    offloaded_by: int = -1  # group that offloads the tensor: the first submitted group that saves it
+    reloaded_for: int = -1  # group for which the tensor is reloaded: the last group in forward that saves it
 
 
 class OffloadedGroup(NamedTuple):
@@ -254,7 +254,7 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
 def _list_recomputes(
     layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Recompute, ...]:
-    """Return the recomputes in backward order; those before the same segment, in forward order."""
+    """Return the recomputes in backward order. Recomputes before the same segment are in forward order."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
     # A kept input is not recomputed. If two units drop a tensor, the first to run recomputes it.

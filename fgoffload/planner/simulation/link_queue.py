@@ -25,8 +25,8 @@ class Copy:
         self.traffic = traffic  # counters that the copy updates
         self.pass_ = pass_  # pass that submitted it
         self.label = label
-        self.start_s = math.inf  # time at which it became the first in its queue; infinite until then
-        self.end_s = math.inf  # time at which its last byte arrived; infinite until then
+        self.start_s = math.inf  # time at which the copy became the first in its queue; infinite until then
+        self.end_s = math.inf  # time at which the last byte arrived; infinite until then
 
 
 class CopyQueue:

@@ -179,7 +179,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """Poll if any bundle is abandoned. The engine polls too, because it takes a copy's source for a referenced storage."""
+        """Poll if any bundle is abandoned. The engine polls too, because a copy's source looks like a referenced storage."""
         if self._abandoned:
             self.poll()
 

@@ -1,6 +1,6 @@
 """Megatron's own flags for recompute and offload, and the equivalent plans.
 
-Flags apply to all layers, and the offload fraction to all sites of a chunk, so flags can express only a few plans.
+Flags apply to all layers, and the offload fraction applies to all sites of a chunk, so flags can express only a few plans.
 `list_baselines` returns common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))

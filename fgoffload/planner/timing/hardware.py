@@ -40,7 +40,7 @@ class Link:
         if self.duplex_bytes_per_s is not None and alone and self.duplex_bytes_per_s > min(alone):
             raise ConfigError(
                 f"duplex_bytes_per_s {self.duplex_bytes_per_s:g} is above {min(alone):g}, the rate of the slower "
-                "direction alone. Use the rate per direction while both are busy, or that lower one."
+                "direction alone. Use the rate per direction while both are busy, or at most the slower rate."
             )
         if not isinstance(self.is_measured, bool):
             raise ConfigError(f"is_measured {self.is_measured!r} must be true or false.")

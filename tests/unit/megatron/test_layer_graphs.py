@@ -157,5 +157,5 @@ def test_the_step_that_a_full_iteration_captures_is_announced_to_the_engine(monk
 def test_a_graph_is_not_replayed_without_the_engine_that_it_was_captured_with(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("core_attn")) as training:
         training.trainer.integration.remove()
-        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+        with pytest.raises(StateError, match="captured with activation offload, which has been removed since"):
             training.trainer.run_step()

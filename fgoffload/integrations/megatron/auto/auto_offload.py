@@ -82,7 +82,7 @@ class AutoOffload(StepMeasurement):
         self._measured: MeasuredStep | None = None
         self._link: LinkProfile | None = None
         self._static_bytes = 0
-        """Allocated bytes when the measured step begins. If the device cannot count them, bytes of parameters and gradients."""
+        """Allocated bytes when the measured step begins, or bytes of parameters and gradients on a device without counters."""
         self._staying: Layers | None = None
         """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0

@@ -102,7 +102,7 @@ class KnownCounts:
                     )
 
     def _checkpoint(self, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        # Checkpointed modules, such as shared experts, dispatch no tokens. They stay unwrapped for Transformer Engine's checks.
+        # A checkpointed module, such as the shared experts, dispatches no tokens, and Transformer Engine inspects its type.
         if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
             return original(function, *args, **kwargs)
         return original(self._reuse_counts(function), *args, **kwargs)

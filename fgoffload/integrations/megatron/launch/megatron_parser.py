@@ -20,7 +20,7 @@ _MODULE = "megatron.training.arguments"
 
 
 class _ParserIsComplete(BaseException):
-    """Ends Megatron-LM's `parse_args` before it parses. It is no `Exception`, so error handlers do not catch it."""
+    """Ends Megatron-LM's `parse_args` before it parses. It is not an `Exception`, so error handlers do not catch it."""
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:

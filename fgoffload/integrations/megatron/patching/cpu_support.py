@@ -4,7 +4,7 @@
         ...  # build and train a GPTModel of the local layer spec
 
 Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
-CPU, with Gloo between processes. Calls for CUDA's random state use the CPU's, so recompute repeats dropout correctly.
+CPU, with Gloo between processes. Calls for CUDA's random state get the CPU's state, so recompute repeats dropout correctly.
 """
 
 import contextlib

@@ -67,7 +67,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Co
     """Return `layer`, which was offloaded while it was timed, with values from other layers of its kind.
 
     Its times include copies, which a plan counts separately, so it gets the mean times of layers that stayed on the GPU, if
-    any. Its temporary bytes are unknown, because the counters include offloaded bytes. It gets the maximum of its kind.
+    any. Its temporary bytes are unknown, because the counters include offloaded bytes, so it gets the maximum of its kind.
     """
     alike = [other for other in layers if _is_same_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in offloaded] or [layer]

@@ -105,7 +105,7 @@ def _find_run(get_recorder: GetRecorder) -> Run | None:
 def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     run = _find_run(get_recorder)
     if run is not None:
-        # The site may enclose the module, as Megatron's do, or be inside it, as ours are.
+        # Megatron's sites enclose the module. Our sites are inside it.
         around = run.current
         tensors = list(list_tensors((args, kwargs)))
         run.modules[unit] = ModuleRecord(
