@@ -75,7 +75,7 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units inside this unit, which save nothing if it is recomputed. None means its entry in `fgoffload.tags`."""
+    """Tags and units inside this unit, which save nothing if it is recomputed. None uses its entry in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:

@@ -116,5 +116,5 @@ class RankModel:
     turn: Turn = Turn.PLAN  # handling of copies in flight at the loss, unless the plan sets a number of bytes
     late: LateCosts = NOT_LATE
     has_engine: bool = True
-    """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute:
-    [Note: Tensors that dispatchers keep] in `layer_compiler`."""
+    """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute. See [Note: Tensors that
+    dispatchers keep] in `layer_compiler`."""

@@ -36,11 +36,11 @@ Events = tuple[tuple[EventKind, Any], ...]
 
 
 class Compute(NamedTuple):
-    """Compute of one segment or of several adjacent ones."""
+    """Compute of one segment or of several adjacent segments."""
 
     seconds: float  # seconds without concurrent copies
     net_bytes: int  # change in device bytes
-    rise_bytes: int  # peak of the device bytes, relative to those at its start
+    rise_bytes: int  # peak device bytes, relative to the device bytes at its start
     label: str  # segment of that peak, as in tables: `layers.12.expert_fc1`
     host_s: float  # seconds that the host takes to launch it
 
@@ -76,7 +76,7 @@ class PlacedGroup(NamedTuple):
     label: str  # label in timelines: `layers.12.core_attn`
     bundles: tuple[int, ...]  # bundles that it offloads
     members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
-    end_position: int  # number of groups of the chunk that began before this one ended
+    end_position: int  # number of groups of the chunk that began before this group ended
     tensors: int  # number of tensors that it offloads
 
 

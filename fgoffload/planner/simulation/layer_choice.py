@@ -63,7 +63,7 @@ class OffloadedGroup(NamedTuple):
     ends_after: int  # last segment of its site; the group is submitted after it unless it is held
     held_until: int | None
     """Segment with the host wait after which the group is submitted. None if it is submitted when it ends."""
-    opened_before_end: int  # number of groups of the layer that start before this one ends, itself included
+    opened_before_end: int  # number of groups of the layer that start before this group ends, itself included
     submit_place: int  # position in the order in which the layer's groups are submitted
     needed_before: int  # segment before whose backward its site first needs a tensor
 
@@ -210,7 +210,7 @@ class _Places:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """First segment whose host wait delays the submission of earlier groups; None if no segment has a wait that does."""
+        """First segment whose host wait delays the submission of earlier groups; None if there is none."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
@@ -219,7 +219,7 @@ class _Places:
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:
         """Return the lifetime of a tensor that is not recomputed."""
-        # Backward reaches the first of its tags last.
+        # Backward reaches the tensor's first tag last.
         first = min(self.find(tag) for tag in tensor.tags)
         return PlacedTensor(tensor=tensor, saved_after=first, freed_after=first)
 

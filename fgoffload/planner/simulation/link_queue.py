@@ -12,7 +12,8 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""Two times within this factor are equal. Otherwise, rounding could hide a copy that ends exactly when it is polled."""
+"""Two times are equal if they differ by less than this factor. Otherwise, rounding could hide a copy that ends exactly when it
+is polled."""
 
 
 class Copy:

@@ -40,7 +40,7 @@ class Candidate:
     result: StepResult  # prediction for this plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
-        """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
+        """Return a sort key, for which lower is better: bytes above the budget, step time, rows of the plan."""
         return (max(self.result.peak_bytes - budget_bytes, 0), round(self.result.step_s, 9), len(self.plan.actions))
 
 
@@ -155,7 +155,7 @@ class PipelineSearch:
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
-            # The last rank gets all remaining simulations, each other rank half of them.
+            # Each rank gets half of the remaining simulations, and the last rank gets all of them.
             own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
             if search.kept.peak_bytes > budget_bytes:
                 LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))

@@ -29,7 +29,7 @@ copies do not slow down kernels. On an H100 and H200s, copies slow down a long m
 def make_link_model(hardware: Hardware) -> LinkModel:
     """Return the simulator's model of the link of `hardware`.
 
-    Nominal rates are multiplied by the fractions above, measured rates are not. If the duplex rate was not measured, it is
+    Nominal rates are multiplied by the fractions above, and measured rates are not. If the duplex rate was not measured, it is
     estimated as a fraction of the slower direction's rate.
     """
     link = hardware.link

@@ -228,7 +228,7 @@ def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float)
 
 
 def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, SegmentWork]:
-    """Return the work of multi-token prediction around its layer: two norms and a projection before, a norm after."""
+    """Return the work of multi-token prediction around its layer: two norms and a projection before it, a norm after it."""
     sizes = LayerSizes(shape)
     linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
     norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)

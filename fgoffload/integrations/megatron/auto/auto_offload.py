@@ -157,7 +157,7 @@ class AutoOffload(StepMeasurement):
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region that records a site. If the layer is offloaded, it wraps the engine's region."""
+        """Return a region that records a site. It wraps the engine's region if the layer is offloaded."""
         if self._recorder is None or not self._is_offloaded:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
@@ -336,7 +336,7 @@ class AutoOffload(StepMeasurement):
         found = gather((self._get_rank(), own_peak_bytes))
         peak_bytes = max(one_bytes for _, one_bytes in found)
         self._checked_peaks = {rank: max(one_bytes for one, one_bytes in found if one == rank) for rank in planned.peaks}
-        # A peak below the budget also counts, because the next plan may use the whole budget.
+        # A peak above the prediction matters even below the budget, because the next plan may use the whole budget.
         self._excess_bytes = max(
             self._excess_bytes, *(self._checked_peaks[rank] - planned.peaks[rank] for rank in planned.peaks)
         )

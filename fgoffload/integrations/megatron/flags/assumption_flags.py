@@ -53,7 +53,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients count.
+    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients are counted.
 
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.

@@ -33,7 +33,7 @@ _STALL_S = 2e-3
 """Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
-"""Number of stalled microbatches per chunk. Times are from these, without the first one unless it is the only one."""
+"""Number of stalled microbatches per chunk. Only their times are used. The first is a warm-up, used if there is no other."""
 
 FIRST, LAST = "first", "last"
 """Segments of a model chunk before and after its layers."""
