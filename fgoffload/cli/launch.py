@@ -13,7 +13,7 @@ _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 """Variables that Megatron-LM requires, with values for a single process."""
 
 _PATIENCE_S = 30.0
-"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same one."""
+"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

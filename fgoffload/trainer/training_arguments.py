@@ -59,7 +59,7 @@ class TrainingArguments:
     vocab_size: int = _BYTE_VALUES
     """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = 128
-    """The padded vocabulary is a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
+    """The padded vocabulary is a multiple of this number times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""

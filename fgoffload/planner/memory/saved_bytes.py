@@ -371,8 +371,7 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the probabilities saved because they multiply the biases of the experts' second linears.
 
-    `moe_act` saves the same storage, so offloading that tag does not free it. If the tag stays on the GPU, the storage is
-    counted twice.
+    `moe_act` saves the same storage, so offloading that tag does not free it. If the tag is kept, the storage is counted twice.
 
     Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
     """

@@ -168,7 +168,7 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
         ),
         "moe_combine": ExtraBytes(
             forward=held + _find_peak((hidden, *sizes.dispatch_steps)),
-            # The residual's gradient is the same tensor as the output's.
+            # The residual's gradient is the same tensor as the output's gradient.
             backward=hidden + _find_peak((0, *sizes.dispatch_steps)),
         ),
     }

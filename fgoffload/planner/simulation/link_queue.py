@@ -12,8 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""Two times are equal if they differ by less than this factor. Otherwise, rounding could hide a copy that ends exactly when it
-is polled."""
+"""Times that differ by less than this factor are equal, because rounding could hide a copy that ends when it is polled."""
 
 
 class Copy:

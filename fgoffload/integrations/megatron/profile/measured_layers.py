@@ -189,8 +189,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return the names of the saved tensors, by key: the first segment that saves the tensor, and its number in the
-        segment."""
+        """Return the names of the saved tensors, by key: the first segment that saves each, and its number in the segment."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():

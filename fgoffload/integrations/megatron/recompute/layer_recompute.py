@@ -1,9 +1,8 @@
 """Recomputes the planned units of each layer in backward.
 
-If a Megatron module has a recompute attribute, we set it in the planned layers. If the module then uses
-`CheckpointWithoutOutput`, `checkpoints.py` replaces it. Whole layers use Megatron's checkpoint. With FP8, they use Transformer
-Engine's checkpoint, which also restores the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py`
-recomputes token permutations.
+If a Megatron module has a recompute attribute, we set it in the planned layers, and `checkpoints.py` replaces the module's
+`CheckpointWithoutOutput`. Whole layers use Megatron's checkpoint. With FP8, they use Transformer Engine's, which also restores
+the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` recomputes token permutations.
 """
 
 import contextlib
