@@ -202,7 +202,7 @@ class OffloadEngine:
         """Exclude the storages of `tensors` from offload as long as they are alive.
 
         Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
-        place. An offload in between would copy wrong bytes, and the version counter would not show it.
+        place. An offload in between would copy wrong bytes, and the version counter would not change.
         """
         with self._lock:
             self.registry.mark(tensors, reason)

@@ -78,9 +78,9 @@ class _SavingEngine(Protocol):
 
 
 class Saving:
-    """Context manager and pack hook for a segment of forward. Saves join `group`. It can be entered several times.
+    """Context manager and pack hook for a segment of forward. It can be entered several times.
 
-    If `group` is None, saves join the group that owns their storage. See `OffloadEngine.watch`.
+    Saves join `group`. If `group` is None, they join the group that owns their storage. See `OffloadEngine.watch`.
     """
 
     __slots__ = ("_engine", "group", "lane")

@@ -140,7 +140,7 @@ class SavedRegistry:
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Remove storages that autograd has released. Those that are still alive are never offloaded again."""
+        """Remove storages that autograd has released. Released storages that are still alive are never offloaded again."""
         dropped = self._transfers.dropped
         while dropped:
             storage, was_offloaded = dropped.popleft()

@@ -23,7 +23,7 @@ def enable_activation_offloading(
     """Offload the activations of a sharded model's layers.
 
     The layers are the FSDP units without embeddings. With `enable_ckpt`, each layer is checkpointed inside its unit, so a
-    recompute does not gather parameters again. Its input is offloaded. This disables transformers' own checkpointing.
+    recompute does not gather parameters again. The layer's input is offloaded. This disables transformers' own checkpointing.
 
     Args:
         model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.

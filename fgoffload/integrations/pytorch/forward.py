@@ -2,7 +2,7 @@
 
 [Note: The running forward]
 Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
-and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region uses the
+and each forward references the enclosing forward. A module uses the forward of its own handle, and a manual region uses the
 innermost forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
@@ -159,7 +159,8 @@ class BlockSaving(SizedSaving):
     """Saves the tensors of a block of code.
 
     Tensors saved during a backward stay on the device, since a double backward or a recompute needs them immediately. Tensors
-    saved after it belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in every step.
+    saved after the backward belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in
+    every step.
     """
 
     __slots__ = ("_owner",)

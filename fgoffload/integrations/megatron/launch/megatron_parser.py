@@ -26,7 +26,7 @@ class _ParserIsComplete(BaseException):
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
     """Return the values of all Megatron-LM flags, from `words` or defaults.
 
-    Return None without a parser, or if the parser rejects `words`. This imports code that the script imports anyway.
+    Return None without a parser, or if the parser rejects `words`. This imports code that the script imports too.
     """
     parser = _find_parser()
     if parser is None:
