@@ -33,8 +33,8 @@ class OffloadConfig:
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
             is idle.
-        delta_offload_bytes_across_pp_ranks: Number of bytes that each pipeline rank offloads less per step than the previous
-            rank, from the second step on.
+        delta_offload_bytes_across_pp_ranks: How many fewer bytes each pipeline rank offloads per step than the previous rank,
+            from the second step on.
         offload_plan: Plan file with the sites to keep, recompute or offload.
         offload_memory_budget_bytes: GPU memory to plan for, as torch's allocator measures it. Only for `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory, by default its share of 60% of the free host memory.

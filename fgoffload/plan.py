@@ -19,8 +19,8 @@ TOKENS = "tokens"
 """Key of `made_for`: tokens per microbatch, the sequence length times the number of sequences."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more would not increase the number in
-flight."""
+"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more microbatches would not increase the
+number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
 """Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""

@@ -11,7 +11,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
-"""Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large ones (H100, PCIe 5)."""
+"""Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large copies (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
 """Default fraction of host memory for all ranks of a node together. The engine uses this fraction of the memory that is free at

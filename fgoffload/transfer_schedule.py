@@ -111,9 +111,9 @@ class ScheduledGroup:
 
     def __init__(self, position: int, end_position: int | None = None) -> None:
         self.position = position
-        """Number of groups in the lane before this one."""
+        """Number of groups in the lane before this group."""
         self.end_position = position + 1 if end_position is None else end_position
-        """Number of groups in the lane when this one ended, including groups opened after its region."""
+        """Number of groups in the lane when this group ended, including groups opened after its region."""
         self.ahead_bytes = 0
         """Bytes reloaded, or cancelled, before backward reached the group."""
         self.state = GroupState.SAVING

@@ -1,6 +1,7 @@
 """Parses sizes, and formats sizes and times.
 
-G and GiB are 2**30 bytes, GB is 10**9 bytes; K, M and T likewise. We print sizes in GiB and link rates in GB/s, as vendors do.
+G and GiB are 2**30 bytes, GB is 10**9 bytes; K, M and T work alike. We print sizes in GiB and link rates in GB/s, as vendors
+do.
 """
 
 import math

@@ -3,11 +3,11 @@
 [Note: Cost of copies on a launch-bound host]
 Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
 each offloaded group adds CPU work. If token dispatchers make the host wait in each layer, this delay is on the critical path.
-It differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
-steps. We fit one number to all of them, the fraction by which copies slow compute. It also sets the delay per group, through
-`GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone mispredicts
-them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to steps under
-the first plan only.
+The delay differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with
+baseline steps. We fit one number to all of them, the fraction by which copies slow compute. This fraction also sets the delay
+per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group
+alone mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we
+fit to steps under the first plan only.
 """
 
 import dataclasses

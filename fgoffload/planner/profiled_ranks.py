@@ -23,8 +23,8 @@ def make_rank_models(
 
     If the profile has a plain step, times are calibrated so that the simulated baseline matches it. With several stages, we add
     the missing time to the end of every rank's step, because all passes are launch-bound. If the plain step is shorter than the
-    simulated one, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the fraction by
-    which copies slow compute, and the delay per group.
+    simulated baseline, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the
+    fraction by which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.

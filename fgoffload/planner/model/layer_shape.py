@@ -17,7 +17,7 @@ FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxf
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
-"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the others as its backend."""
+"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the other values as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
 """Value of `ExpertsShape.imbalance` for models without a measurement.

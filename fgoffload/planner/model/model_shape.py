@@ -94,7 +94,7 @@ class ModelShape:
     """Whether each decoder layer has experts: see `list_moe_layers`. None means all layers if `experts` is set."""
     mtp_num_layers: int = 0  # layers of multi-token prediction, each like the decoder's last, with a projection before it
     window_tokens: int | None = None
-    """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all."""
+    """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all earlier tokens."""
     window_layers: tuple[bool, ...] | None = None
     """Whether each decoder layer has the window. None means all layers if `window_tokens` is set."""
     has_hidden_dropout: bool = False  # whether `--hidden-dropout` is above 0, Megatron's default

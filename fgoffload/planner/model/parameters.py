@@ -1,7 +1,7 @@
 """Counts the parameters of each pipeline rank.
 
 Each layer is a list of parameters with their unsharded sizes and how they are sharded: over tensor-parallel ranks, over expert
-ranks, or not at all. Biases and norms count; buffers do not, such as the bias that balances experts.
+ranks, or not at all. Biases and norms are counted. Buffers, such as the bias that balances experts, are not.
 
 Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
 builds models with Megatron's local layers and compares the counts.
