@@ -159,8 +159,7 @@ class BlockSaving(SizedSaving):
     """Saves the tensors of a block of code.
 
     Tensors saved during a backward stay on the device, since a double backward or a recompute needs them immediately. Tensors
-    saved after the backward belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in
-    every step.
+    saved after the backward belong to a new microbatch. Otherwise, a training loop in the block would extend the lane forever.
     """
 
     __slots__ = ("_owner",)

@@ -26,7 +26,7 @@ LAYER_INPUT = "layer_input"
 class FullMethod(enum.Enum):
     """Values of `--recompute-method`, which selects the layers of full recompute."""
 
-    UNIFORM = "uniform"  # all layers, each on its own: --recompute-num-layers 1
+    UNIFORM = "uniform"  # every layer separately: --recompute-num-layers 1
     BLOCK = "block"  # the first --recompute-num-layers layers of each model chunk
 
 

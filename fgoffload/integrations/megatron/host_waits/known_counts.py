@@ -59,7 +59,7 @@ class _StoredCounts:
             self.counts.append(count)
             return count
         if self.position == len(self.counts):
-            raise StateError("A recompute requested more token counts than its forward, so the model changed in between.")
+            raise StateError("A recompute requested more token counts than its forward, so the model has changed since.")
         known = self.counts[self.position]
         self.position += 1
         self.requested.append((known, count))
