@@ -9,7 +9,7 @@ Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Host waits in a recompute]
-In a recompute, the host waits only if the unit contains a token dispatcher: `layer` and `moe` do, the experts' first linear does
+In a recompute, the host only waits if its unit has a token dispatcher: `layer` and `moe` do, the experts' first linear does
 not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel writes
 (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
 
