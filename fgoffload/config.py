@@ -28,7 +28,7 @@ class OffloadConfig:
     Args:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. If empty, the plan chooses the tags.
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
-        min_offloaded_tensor_size: Minimum number of elements; smaller storages stay on the GPU.
+        min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
         activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU

@@ -19,8 +19,8 @@ TOKENS = "tokens"
 """Key of `made_for`: tokens per microbatch, the sequence length times the number of sequences."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more would not increase the number in
-flight."""
+"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more microbatches would not increase the
+number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
 """Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
@@ -86,8 +86,8 @@ class OffloadPlan:
 
     Args:
         actions: Action by site.
-        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more are, compute waits, because the
-            planner counts the excess as freed. None disables the wait.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more bytes are in flight, compute
+            waits, because the planner counts the excess as freed. None disables the wait.
         made_for: Settings of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name,
             and `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """

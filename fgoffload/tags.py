@@ -20,7 +20,7 @@ class Tag:
         name: Name for `--offload-modules`.
         saves: Description of the tensors that the module saves for backward.
         requires: Tags that save the same storage. Offloading this tag without them frees nothing.
-        excludes: Tags that no layer with this tag has, because this tag's module replaces theirs.
+        excludes: Tags that no layer with this tag has, because this tag's module replaces their modules.
         excluded_by: Values of `--recompute-modules` under which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """

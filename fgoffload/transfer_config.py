@@ -11,11 +11,11 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import MIB, check_bytes
 
 DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
-"""Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large ones (H100, PCIe 5)."""
+"""Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large copies (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default fraction of host memory for all ranks of a node together. The engine takes this fraction of the memory that is free
-at start, the planner of the node's total. The rest is for data loaders, checkpoint writing and the page cache."""
+"""Default fraction of host memory for all ranks of a node together. The engine uses this fraction of the memory that is free at
+start. The planner uses it for the node's total memory. The rest is for data loaders, checkpoint writing and the page cache."""
 
 
 class HostMemory(enum.Enum):
@@ -31,7 +31,7 @@ class TransferConfig:
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
-        min_offloaded_bytes: Storages smaller than this stay on the GPU. 0 offloads storages of any size.
+        min_offloaded_bytes: Storages with fewer saved bytes stay on the GPU. 0 offloads storages of any size.
         window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` sets this limit.
         prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
         host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the

@@ -1,8 +1,8 @@
 """Decides when groups are offloaded, reloaded, cancelled and released. The engine and the simulator share it.
 
-The schedule uses only the order and the bytes of groups. The engine calls it with device events, the simulator with simulated
-events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak references
-and shared storages.
+The schedule uses only the order and the bytes of groups. The engine calls it with device events, and the simulator with
+simulated events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak
+references and shared storages.
 
     [Note: Events]
     Calls for each event, in order:
@@ -15,10 +15,10 @@ and shared storages.
 
     [Note: Prefetch across passes]
     When a pass begins, a caller with a known order of passes announces the lane of the next backward. That backward follows
-    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass; in a
-    backward, only after all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes, even
-    for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement is a
-    hint: it reloads only groups on the host, and wrong reloads are dropped.
+    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass. A
+    backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes,
+    even for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement
+    is a hint: it reloads only groups on the host, and wrong reloads are dropped.
 
 All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
 """
@@ -111,9 +111,9 @@ class ScheduledGroup:
 
     def __init__(self, position: int, end_position: int | None = None) -> None:
         self.position = position
-        """Number of groups in the lane before this one."""
+        """Number of groups in the lane before this group."""
         self.end_position = position + 1 if end_position is None else end_position
-        """Number of groups in the lane when this one ended, including groups opened after its region."""
+        """Number of groups in the lane when this group ended, including groups opened after its region."""
         self.ahead_bytes = 0
         """Bytes reloaded, or cancelled, before backward reached the group."""
         self.state = GroupState.SAVING
@@ -123,7 +123,7 @@ class ScheduledGroup:
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Record that backward has left the site. A backward inside a region that still saves tensors does not count."""
+        """Record that backward has left the site. A backward inside a region that still saves tensors is ignored."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
@@ -145,7 +145,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.remaining = len(self.groups)
-        """`end` counts the groups that backward has not left, `remaining` those neither reloaded nor cancelled."""
+        """`end` counts the groups that backward has not left. `remaining` excludes reloaded and cancelled groups too."""
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
@@ -174,7 +174,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.end = self.remaining = len(groups)
 
     def close(self, group: Group, *, is_held: bool) -> None:
-        """End `group`. The caller submits it next, or with `is_held` at the next `OffloadEngine.flush`."""
+        """End `group`. The caller then submits it. If `is_held`, the next `OffloadEngine.flush` submits it instead."""
         group.end_position = len(self.groups)
         if is_held:
             group.state = GroupState.HELD
@@ -193,8 +193,8 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
         Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
         of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
-        reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as ahead until
-        backward reaches it.
+        reloaded before backward reached any group, or while backward was in a nested group. Its bytes are then ahead until
+        backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -294,7 +294,7 @@ class TransferSchedule:
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload `group` unless it was prefetched, then the next groups: backward has reached `group` and left later ones."""
+        """Reload `group` unless it was prefetched, then the next groups. Backward has reached `group` and left later groups."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.remaining == lane.end:
             lane.remaining -= 1

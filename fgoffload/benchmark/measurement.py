@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, it would be over ten times as wide as their difference."""
+"""Minimum number of repeats for a confidence interval. With two, it is over ten times as wide as the ratios differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class Run:
 
     setting: Setting
     repeat: int
-    """Index of the repeat of the whole list."""
+    """Index of the repeat. Each repeat runs the whole list of settings."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak that a memory budget limits: the allocator's, or on a CPU the activation peak."""
+        """The peak that a memory budget limits: the allocator's peak, or the activation peak on a CPU."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 
@@ -64,7 +64,7 @@ class Outcome:
 
     run: Run
     process: ProcessKind
-    """Kind of process that ran it. `baseline` runs in each kind."""
+    """Kind of process that ran the setting. `baseline` runs in each kind."""
     session: int
     """Index of the run's session in the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
@@ -91,7 +91,7 @@ class Summary:
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats, except `step_seconds`, which are those of the first repeat."""
+    """Maximum of each number over all repeats. `step_seconds` are from the first repeat."""
     failure: str = ""
 
     @property

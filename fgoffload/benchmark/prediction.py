@@ -43,7 +43,7 @@ class Prediction:
     """Bytes of `peak_bytes` that are always allocated."""
 
     def find_peak(self, measurement: Measurement) -> int:
-        """Return the bytes to compare with the peak of `measurement`, which on a CPU counts only activations."""
+        """Return the bytes to compare with the peak of `measurement`. On a CPU, that peak counts only activations."""
         return self.peak_bytes - (self.static_bytes if measurement.peak_allocated_bytes is None else 0)
 
 

@@ -32,7 +32,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Arbitrary setting of our engine. All of them have the same flags for the window and sizes."""
+"""A setting of our engine. All settings of our engine have the same flags for the window and sizes."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients are bf16 like the parameters."""

@@ -62,7 +62,7 @@ class ProcessKind(enum.Enum):
 
     @property
     def environment(self) -> Mapping[str, str | None]:
-        """The environment variables to set before heavy imports; None unsets one."""
+        """The environment variables to set before heavy imports; None unsets a variable."""
         return {"NVTE_CPU_OFFLOAD_V1": "1" if self is ProcessKind.MEGATRON else None}
 
 

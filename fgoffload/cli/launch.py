@@ -13,7 +13,7 @@ _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE"
 """Variables that Megatron-LM requires, with values for a single process."""
 
 _PATIENCE_S = 30.0
-"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same one."""
+"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Launch:
         """Show an error only once if all processes of a machine raise it: local rank 0 shows it.
 
         Use this for work that all processes repeat, such as reading flags and files. The other processes wait until the
-        launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show theirs.
+        launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show their own error.
         """
         try:
             yield

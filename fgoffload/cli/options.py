@@ -101,7 +101,7 @@ def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.Pat
     Args:
         name: The file, as typed.
         flag: The flag that sets it, for errors.
-        inputs: Input files by description, which must not be overwritten. None if the user passed none.
+        inputs: Input files that must not be overwritten, keyed by description. The value of an unset file is None.
 
     Raises:
         ConfigError: The file cannot be written, or is one of `inputs`.

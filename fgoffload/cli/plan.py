@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the results of the sweep")
     plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
-    add("--timeline", metavar="FILE", help="write a Chrome trace of the streams of the rank with the highest peak")
+    add("--timeline", metavar="FILE", help="write a Chrome trace of the rank with the highest peak")
     add("--verbose", action="store_true", help="also show the cost of each action, and the memory and time of each rank")
 
 

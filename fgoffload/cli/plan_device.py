@@ -109,7 +109,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
 def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
     """Return the host budget of a rank, or None for no limit, and a text about its source.
 
-    The default is the same as the engine's on an idle node: a share of the node's memory, divided by its ranks.
+    The default equals the engine's default on an idle node: a share of the node's memory, divided by its ranks.
     """
     from fgoffload.planner.model_ranks import count_ranks_per_node
 

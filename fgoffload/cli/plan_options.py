@@ -52,7 +52,7 @@ class PlanOptions:
     budget_bytes: int | None
     """GPU memory of each rank. None uses all memory of the device."""
     host_budget_bytes: int | None
-    """Host memory of each rank."""
+    """Host memory of each rank. None means its share of 60% of the node's memory."""
     reserve_bytes: int | None
     has_optimizer: bool | None
     """Whether to count optimizer states. None uses the profile's setting; without a profile, Adam's states are counted."""

@@ -45,7 +45,7 @@ class Subject:
     host_budget: str
     """The host budget of a rank and its source, as text."""
     takes_auto: bool = True
-    """Whether `--offload-modules auto` works. It does not with CUDA graphs."""
+    """Whether `--offload-modules auto` works. It does not work with CUDA graphs."""
     link_line: str = ""
     """Text about the link, if a profile measured only the link."""
 

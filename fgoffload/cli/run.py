@@ -99,8 +99,8 @@ def read_request(words: Sequence[str]) -> RunRequest:
             raise ConfigError(f"{own} comes before the script. Put it after the script, for example: {OWN_EXAMPLE}.")
         if "--" not in words:
             raise ConfigError(
-                f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} Put flags of the script after it, and "
-                f"options for torchrun before --, for example: {EXAMPLE}."
+                f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} Put the script's flags after it and "
+                f"torchrun's options before --, for example: {EXAMPLE}."
             )
         end = list(words).index("--")
         options, words = words[:end], words[end + 1 :]

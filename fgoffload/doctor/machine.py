@@ -68,7 +68,7 @@ class CommandResult(NamedTuple):
     exit_code: int | None
     """Exit code. None if the command could not be started or timed out."""
     output: str
-    """Stdout, then stderr. If there is no exit code, the reason."""
+    """Stdout, then stderr; or the reason why there is no exit code."""
 
 
 class Machine:

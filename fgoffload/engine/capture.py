@@ -41,7 +41,7 @@ class CapturedHandle:
 
 
 class Capture:
-    """Context and pack hook for one forward of a layer, during warm-up or capture."""
+    """Context manager and pack hook for one forward of a layer, during warm-up or capture."""
 
     def __init__(self, device: Device, staging: Staging, registry: SavedRegistry, rules: KeepRules, place: Place) -> None:
         self._device = device
@@ -55,7 +55,7 @@ class Capture:
         """Statistics of the current region's tag; None between regions."""
 
     def __call__(self, tensor: torch.Tensor) -> CapturedHandle | KeptHandle:
-        """Pack `tensor` into a handle, as the pack hook."""
+        """Pack hook: return a handle for `tensor`."""
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
@@ -71,7 +71,7 @@ class Capture:
         return CapturedHandle(part, view, self._place)
 
     def unpack(self, handle: CapturedHandle | KeptHandle) -> torch.Tensor:
-        """Unpack `handle`, as the unpack hook."""
+        """Unpack hook: return the tensor of `handle`."""
         return handle.take()
 
     def __enter__(self) -> "Capture":
@@ -80,7 +80,7 @@ class Capture:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the hooks, also after an exception."""
+        """Remove the hooks, even after an exception."""
         pop_hooks()
 
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
@@ -123,7 +123,7 @@ class CapturedRegion:
         """Do nothing, because the engine does not track the position of a captured backward."""
 
     def saving(self) -> "CapturedRegion":
-        """Return the context whose saves belong to the region."""
+        """Return a context manager. Tensors saved inside it belong to the region."""
         return self
 
     def __enter__(self) -> None:

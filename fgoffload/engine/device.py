@@ -33,7 +33,7 @@ Event: TypeAlias = Any
 """Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""Bytes of a host copy that `is_equal` copies to the device at a time, to limit its use of device memory."""
+"""`is_equal` copies this many bytes of a host copy to the device at a time, to limit its use of device memory."""
 
 
 class HostSlab:
@@ -81,7 +81,7 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context in which `stream` is the current stream."""
+        """Return a context manager that makes `stream` the current stream."""
 
     @abc.abstractmethod
     def record_event(self, stream: Stream, *, is_timed: bool = False) -> Event:
@@ -132,7 +132,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context for `copy_bytes` on `stream`. It makes `stream` the current stream if copies need that."""
+        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` the current stream if copies need that."""
         return self.on(stream)
 
     @abc.abstractmethod
@@ -198,11 +198,11 @@ class CpuDevice(Device):
 
 
 NO_CONTEXT = contextlib.nullcontext()
-"""Context that does nothing. One instance is enough, because it has no state."""
+"""Context manager that does nothing. One instance is enough, because it has no state."""
 
 
 def as_normal_tensors() -> contextlib.AbstractContextManager[object]:
-    """Return a context that disables inference mode, because inference tensors cannot be changed outside that mode."""
+    """Return a context manager that disables inference mode, because inference tensors cannot be changed outside that mode."""
     return torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else NO_CONTEXT
 
 

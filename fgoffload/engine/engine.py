@@ -118,7 +118,7 @@ class OffloadEngine:
                 self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, with a new group at the end of `lane`. None if regions are inert here."""
+        """Return a region for one run of `site`, in a new group at the end of `lane`. None if regions are inert."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
@@ -134,7 +134,7 @@ class OffloadEngine:
             return lane.add(site, stats)
 
     def watch(self, lane: Lane) -> "Saving | contextlib.nullcontext[None]":
-        """Return a context whose saves join the group that owns their storage; the rest stay on the device.
+        """Return a context manager. Saves inside it join the group that owns their storage; the rest stay on the device.
 
         Use it for ops between regions. For example, the rotary embedding saves query and key, which share a storage with the
         value that core attention saves. Without `watch`, these saves would keep the storage on the device.
@@ -142,9 +142,9 @@ class OffloadEngine:
         return Saving(self, lane, None) if self._may_watch() else contextlib.nullcontext()
 
     def follow(self, lane: Lane) -> "Following | contextlib.nullcontext[None]":
-        """Return a faster context than `watch`, for segments whose ops between regions share no storage with a region.
+        """Return a faster context manager than `watch`, for segments whose ops share no storage with a region.
 
-        The context only tracks the position of backward and the bytes that backward releases.
+        It only tracks the position of backward and the bytes that backward releases.
         """
         return Following(self, lane) if self._may_watch() else contextlib.nullcontext()
 
@@ -195,20 +195,20 @@ class OffloadEngine:
             self.execution.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
-        """Return a context for the forward of a layer, during warm-up or capture."""
+        """Return a context manager for the forward of a layer, during warm-up or capture."""
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
         """Exclude the storages of `tensors` from offload as long as they are alive.
 
         Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
-        place. An offload in between would copy wrong bytes, and the version counter would not show it.
+        place. An offload in between would copy wrong bytes, and the version counter would not change.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
 
     def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None:
-        """Offload `group` now, or with `is_held` at the next `flush`. `Execution.submit` describes the stream order.
+        """Offload `group` now, or at the next `flush` if `is_held`. `Execution.submit` describes the stream order.
 
         Raises:
             StateError: The group was already ended, or host memory cannot be allocated or pinned.
@@ -287,7 +287,7 @@ class OffloadEngine:
         return FollowedHandle(self, kept, tensor.untyped_storage().nbytes(), lane=lane)
 
     def follow_backward(self, lane: Lane, size_bytes: int) -> None:
-        """Reload groups that fit into released memory after backward has unpacked `size_bytes` in a `follow` segment."""
+        """After backward has unpacked `size_bytes` in a `follow` segment, reload groups that fit into the released memory."""
         with self._lock:
             if lane.remaining and is_in_backward():
                 self.execution.execute(self._schedule.release(lane, size_bytes))
@@ -319,7 +319,7 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def capture_step(self) -> Iterator[None]:
-        """Return a context for the capture of a whole step in one graph: forward, backward, and all copies of the engine.
+        """Return a context manager that captures a step in one graph: forward, backward, and all copies of the engine.
 
         During the capture, only the window limits the bytes in flight to the host. Call `finish_step` before the capture ends.
         The host blocks until earlier copies are done.

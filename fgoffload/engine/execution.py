@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 class Execution:
     """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
 
-    arena: HostArena  # first, because its release waits for the copies whose buffers `transfers` owns
+    arena: HostArena  # declared before `transfers`: Python frees fields in order, and host memory must be freed first
     device: Device
     transfers: Transfers
     schedule: TransferSchedule
@@ -183,7 +183,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in storages.items()})
 
     def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Reload `storages`, which are only on the host, in order. The values are the places of the groups that need them."""
+        """Reload `storages`, which are only on the host, in order. Each value is the place of the group that needs it."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)

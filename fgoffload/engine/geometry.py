@@ -25,7 +25,7 @@ class View(NamedTuple):
     dense_bytes: int
     """Size of the packed elements. Repeated elements of an expanded dimension count once."""
     covered_bytes: int
-    """Upper bound on the number of bytes of the storage that the view covers."""
+    """Upper bound on how many bytes of the storage the view covers."""
     is_contiguous: bool
     """Whether the elements are in order and without gaps. A dimension of size 1 may have any stride."""
 
@@ -60,7 +60,7 @@ def get_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tensor:
-    """Return a range of the bytes of the storage of `tensor` as uint8 `[end - start]`, without a copy."""
+    """Return bytes `start` to `end` of the tensor's storage as uint8 `[end - start]`, without a copy."""
     target = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return target.set_(tensor.untyped_storage(), start, (end - start,), (1,))
 

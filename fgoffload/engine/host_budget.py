@@ -81,7 +81,7 @@ def _read_cgroup_free_bytes(root: Path) -> int:
 def _read_free_bytes(folder: Path, kind: str) -> int:
     """Return the free bytes of one control group.
 
-    Inactive file cache counts as free, because the kernel reclaims it first and data loaders create a lot of it.
+    Inactive file cache is counted as free, because the kernel reclaims it first and data loaders create a lot of it.
     """
     if kind == "cgroup2":
         # Above `memory.high`, the kernel throttles the group to reclaim memory, but it cannot reclaim pinned memory.

@@ -20,7 +20,7 @@ class KeepRules:
         self._min_offloaded_numel = min_offloaded_numel
         self._min_offloaded_bytes = min_offloaded_bytes
         self._large_numel = max(min_offloaded_numel, min_offloaded_bytes)
-        """Number of elements with which a tensor of any type reaches both minimum sizes."""
+        """A tensor of any type with this many elements reaches both minimum sizes."""
         self._keep = keep
 
     def find_unsupported_kind(self, tensor: torch.Tensor) -> KeptReason | None:

@@ -1,12 +1,12 @@
 """Regions of forward whose saves form a group, and the marks that track the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the gradient of the
-site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change
-the graph. An identity autograd function would, and it could change results: if a site uses its input more than once, and a
-residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
-floating-point sums depend on their order. `end` sets the end mark, because some groups are offloaded only after their region.
-For example, the input of a norm is also the residual, which is used again after attention.
+The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the
+gradient of the site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks
+do not change the graph. An identity autograd function would, and it could change results: if a site uses its input more than
+once, and a residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
+floating-point sums depend on their order. `end` is separate from leaving the `saving` context, because some groups are
+offloaded only after their region. For example, the input of a norm is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
 A region does nothing in no-grad mode; during backward, because a recompute needs its tensors at once; during `torch.jit`
@@ -78,9 +78,9 @@ class _SavingEngine(Protocol):
 
 
 class Saving:
-    """Context and pack hook of a segment of forward, whose saves join `group`. It can be entered several times.
+    """Context manager and pack hook for a segment of forward. It can be entered several times.
 
-    If `group` is None, saves join the group that owns their storage, see `OffloadEngine.watch`.
+    Saves join `group`. If `group` is None, they join the group that owns their storage. See `OffloadEngine.watch`.
     """
 
     __slots__ = ("_engine", "group", "lane")
@@ -91,7 +91,7 @@ class Saving:
         self.group = group
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Pack `tensor` into a handle, as the pack hook."""
+        """Pack hook: return a handle for `tensor`."""
         engine, lane, group = self._engine, self.lane, self.group
         # Tensors that are never offloaded must take little CPU time: a grouped linear layer saves dozens of weights and empty
         # biases.
@@ -110,7 +110,7 @@ class Saving:
         return engine.save(tensor, lane=lane, group=group)
 
     def unpack(self, handle: Packed) -> torch.Tensor:
-        """Unpack `handle`, as the unpack hook."""
+        """Unpack hook: return the tensor of `handle`."""
         tensor = handle.take()
         for ledger in self._engine.observers:
             ledger.count_take(place=handle.place)
@@ -121,12 +121,12 @@ class Saving:
         push_hooks(self, self.unpack)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Remove the hooks, also after an exception."""
+        """Remove the hooks, even after an exception."""
         pop_hooks()
 
 
 class Following(Saving):
-    """Context and pack hook of a segment whose saves only show the position of backward. See `OffloadEngine.follow`."""
+    """Context manager and pack hook for saves that only show the position of backward. See `OffloadEngine.follow`."""
 
     __slots__ = ("_seen",)
 
@@ -135,7 +135,7 @@ class Following(Saving):
         self._seen: set[int] = set()
 
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Pack `tensor` into a handle, as the pack hook."""
+        """Pack hook: return a handle for `tensor`."""
         engine = self._engine
         if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
             return super().__call__(tensor)
@@ -143,7 +143,7 @@ class Following(Saving):
 
 
 class Region(Saving):
-    """One run of a site: `enter` marks its input, `saving` returns the context of its saves, and `end` marks its output."""
+    """One run of a site: `enter` marks its input, `saving` returns a context manager, and `end` marks its output."""
 
     __slots__ = ()
 
@@ -157,7 +157,7 @@ class Region(Saving):
         mark_start(self._engine, self.lane, self.group, tensor)
 
     def saving(self) -> Saving:
-        """Return the context whose saves join the group."""
+        """Return a context manager. Saves inside it join the group."""
         return self  # without creating a second object per region
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:

@@ -54,7 +54,7 @@ class Reload:
 
 
 class ReleaseQueues(Protocol):
-    """Queues to which a freed `SavedStorage` appends, on any thread. Later engine calls empty them."""
+    """A freed `SavedStorage` appends to these queues, on any thread. Later engine calls empty them."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
@@ -82,7 +82,7 @@ class SavedStorage:
         self.place = place
         """Place of the first save."""
         self.stats = stats
-        """Statistics of the tag that offloaded the storage. Until then, of the tag that saved it first."""
+        """Statistics of the tag that offloaded the storage, or of the tag that saved it first if it is not offloaded yet."""
         self.itemsize = tensor.element_size()
         """Element size of the first saved tensor, to check the minimum number of elements."""
         self.state = SavedState.RESIDENT
@@ -104,7 +104,7 @@ class SavedStorage:
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
         self.lane = place
-        """Place of the lane of the first save."""
+        """Lane of the first save."""
         self.owner = owner
         """Compute stream of the first save. The reloaded buffer is allocated on it."""
         self.streams: set[Stream] = {owner}
@@ -137,10 +137,10 @@ class SavedStorage:
         return view in self.views or (not self.gathered and any(saved.covers(view) for saved in self.views))
 
     def is_ordered_on(self, stream: Stream) -> bool:
-        """Return whether a save on `stream` may share this object: its storage is on the device, or `stream` saved it before.
+        """Return whether a save on `stream` may share this object.
 
-        If something else keeps the source of an offloaded storage alive, its memory is later freed only in the order of the
-        streams that saved it before the offload.
+        The storage is on the device, or `stream` has saved it before. If something else keeps the source of an offloaded
+        storage alive, its memory is later freed only in the order of the streams that saved it before the offload.
         """
         return self.state in ON_DEVICE or stream in self.streams
 

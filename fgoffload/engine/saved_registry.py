@@ -4,12 +4,12 @@ A storage is offloaded once, however many saves and groups share it. The registr
 saved storage reserves. Another version of the bytes, or bytes outside the offloaded range, get their own saved storage.
 
 [Note: Writes that torch does not count]
-Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing
-the version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
+Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the
+version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
-begun, the engine compares its bytes with the copy, for the first saves at each pair of places. If the bytes differ, all saves
-use the current bytes, now and whenever the storage is saved again at this pair. If they are equal, all saves share the copy.
-A storage that is not saved again after the write is reloaded as copied.
+begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places. If the bytes
+differ, all saves use the current bytes, now and whenever the storage is saved again at this pair. If they are equal, all saves
+share the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -59,7 +59,7 @@ class SavedRegistry:
         return key in self._excluded
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return the reason why `tensor` stays on the device, or None. In `lane`, the filter applies to whole storages."""
+        """Return why `tensor` stays on the device, or None. With `lane`, a filtered tensor keeps its whole storage there."""
         reason = self._rules.find_unsupported_kind(tensor)
         if reason is None:
             key = get_key(tensor)
@@ -125,7 +125,7 @@ class SavedRegistry:
             return True  # an estimate copies nothing
         byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
-            # The padding between the packed views is arbitrary, so we use the copy's.
+            # The padding between the packed views is arbitrary, so we use the copy's padding.
             if saved.d2h_done is not None:
                 self._device.synchronize(saved.d2h_done)
             byte_range = torch.cat(saved.block.parts).to(tensor.device)
@@ -140,7 +140,7 @@ class SavedRegistry:
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
-        """Remove storages that autograd has released. Those that are still alive are never offloaded again."""
+        """Remove storages that autograd has released. Released storages that are still alive are never offloaded again."""
         dropped = self._transfers.dropped
         while dropped:
             storage, was_offloaded = dropped.popleft()

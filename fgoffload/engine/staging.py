@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address that passes use in turn."""
+    """Device memory at a fixed address, which passes use in turn."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""
@@ -101,7 +101,7 @@ class CapturedForward:
     """Slot that the forward writes."""
     size_bytes: int
     tags: Sequence[tuple[TagStats, int]]
-    """Statistics of each tag that saved a part, and its number of bytes."""
+    """Pairs of a tag's statistics and the bytes that it saved."""
     read_slot: StagingSlot | None = None
     """Slot that the backward reads. None before the backward is captured."""
     reads_in_place: bool = False

@@ -127,7 +127,7 @@ class StepStats:
 
 
 class Counters:
-    """Statistics of the current step. Each `TagStats` exists as long as the engine, so groups may hold it."""
+    """Statistics of the current step. Each `TagStats` lives as long as the engine, so groups may hold it."""
 
     def __init__(self) -> None:
         self._tags: collections.defaultdict[str, TagStats] = collections.defaultdict(TagStats)

@@ -236,7 +236,7 @@ class Transfers:
             self._filling.clear()
 
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
-        """Release the sources of `entry`, the oldest one.
+        """Release the sources of `entry`, the oldest entry.
 
         `is_done` means that its copies are done. Otherwise, the compute streams must already wait for them.
         """
@@ -343,5 +343,5 @@ def _describe_change(saved: SavedStorage) -> str:
 
 
 def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range that is named like the debug log, or an empty context if no profiler runs."""
+    """Return a profiler range that is named like the debug log, or a context manager that does nothing if no profiler runs."""
     return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

@@ -16,7 +16,7 @@ def is_alone() -> bool:
 
 
 def is_first_process() -> bool:
-    """Return whether this process is rank 0, as a single process is."""
+    """Return whether this process is rank 0. A single process is rank 0."""
     return is_alone() or torch.distributed.get_rank() == 0
 
 
@@ -30,7 +30,7 @@ def gather(own: Own) -> list[Own]:
 
 
 def broadcast(own: Own) -> Own:
-    """Return the object of rank 0 on all processes. The objects of the others are ignored."""
+    """Return the object of rank 0 on all processes. The objects of other ranks are ignored."""
     box: list[Any] = [own]
     if not is_alone():
         torch.distributed.broadcast_object_list(box, src=0)

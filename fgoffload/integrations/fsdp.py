@@ -23,7 +23,7 @@ def enable_activation_offloading(
     """Offload the activations of a sharded model's layers.
 
     The layers are the FSDP units without embeddings. With `enable_ckpt`, each layer is checkpointed inside its unit, so a
-    recompute does not gather parameters again. Its input is offloaded. This disables transformers' own checkpointing.
+    recompute does not gather parameters again. The layer's input is offloaded. This disables transformers' own checkpointing.
 
     Args:
         model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.
@@ -42,7 +42,7 @@ def enable_activation_offloading(
         raise ConfigError(
             f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models use `fgoffload.offload`."
         )
-    # FSDP1 gathers in its wrapper's forward, so the region and the checkpoint go around the wrapped module.
+    # FSDP1 gathers parameters in its wrapper's forward, so the region and the checkpoint go around the wrapped module.
     units = [
         dataclasses.replace(unit, module=unwrap(unit.module), is_checkpointed=enable_ckpt) for unit in find_fsdp_units(model)
     ]

@@ -18,7 +18,7 @@ _BATCH_BYTES = 64 * MIB
 """Minimum bytes copied per timing, so that the microseconds that events take do not matter."""
 _MOST_COPIES = 256
 _REPEATS = 3
-"""Repeats of each timing. The best one counts, since other load only lowers the rate."""
+"""Repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
 
 _PRODUCT_SIZE = 4096
 """Rows of the square matrices. On an H100, one bf16 product takes a quarter of a millisecond."""
@@ -33,7 +33,7 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
         sizes: Copy sizes in bytes, in ascending order.
 
     Streams:
-        Copies run on the device's two copy streams, products on the current one. The host waits for each batch.
+        Copies run on the device's two copy streams, and products on the current stream. The host waits for each batch.
 
     Raises:
         StateError: Host memory cannot be allocated.

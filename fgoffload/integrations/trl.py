@@ -49,13 +49,13 @@ def get_act_offloading_ctx_manager(
     max_fwd_stash_size: int = 0,
     warn_if_no_head: bool = True,  # noqa: FBT001, FBT002
 ) -> TrainingSteps:
-    """Return the context that a trainer enters around each training step.
+    """Return the context manager that a trainer enters around each training step.
 
     Args:
         model: Model whose layers are offloaded.
         use_pin_memory: Whether to pin host memory.
         use_streams: Ignored. Copies always have their own streams.
-        min_offload_size: Minimum bytes of an offloaded storage. Smaller ones stay on the GPU.
+        min_offload_size: Minimum bytes of an offloaded storage. Smaller storages stay on the GPU.
         max_fwd_stash_size: Ignored. `TransferConfig.window_bytes` limits the bytes in flight.
         warn_if_no_head: Ignored. A head is not a layer, so it stays on the GPU.
     """

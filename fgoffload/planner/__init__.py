@@ -7,7 +7,7 @@
 | folder | contents | start with |
 |---|---|---|
 | `ranks` | models of pipeline ranks: layers and order of passes | `rank_model`, `layer_model`, `schedule` |
-| `model` | model shapes and their split over ranks | `model_shape`, `parallelism`, `huggingface` |
+| `model` | model shapes and parallel sizes | `model_shape`, `parallelism`, `huggingface` |
 | `operations` | operations of a layer, independent of the device | `ops`, `attention_ops`, `mlp_ops` |
 | `memory` | bytes of saved tensors, temporaries and static memory | `saved_bytes`, `static_memory` |
 | `timing` | times, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |

@@ -47,7 +47,7 @@ class PlanReport:
     baselines: Mapping[str, StepResult]
     """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Once the
     host budget is used up, further tensors stay on the GPU."""
-    solution: Solution  # the plan
+    solution: Solution
 
 
 def plan(

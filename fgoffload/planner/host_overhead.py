@@ -3,11 +3,11 @@
 [Note: Cost of copies on a launch-bound host]
 Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
 each offloaded group adds CPU work. If token dispatchers make the host wait in each layer, this delay is on the critical path.
-It differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
-steps. We fit one number to all of them, the fraction by which copies slow compute. It also sets the delay per group, through
-`GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone mispredicts
-them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to steps under
-the first plan only.
+The delay differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with
+baseline steps. We fit one number to all of them, the fraction by which copies slow compute. This fraction also sets the delay
+per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group
+alone mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we
+fit to steps under the first plan only.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ LEAST_EFFECT = 0.025
 """Minimum sensitivity of a step that the fit uses: by how much `MOST_SLOWDOWN` lengthens it, as a fraction of the baseline
 step. In a step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
-_PRECISION = 1e-3  # precision of the fit; such a difference changes a plan's step time by about 0.1%
+_PRECISION = 1e-3  # precision of the fit, which changes a plan's step time by about 0.1%
 
 
 class HostGuess(enum.Enum):
@@ -75,7 +75,7 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
     """Fit the fraction by which copies slow compute until the simulation matches the times of the measured `steps`.
 
     Steps with too few copies are ignored. The result lies between the slowdown of the ranks' link and `MOST_SLOWDOWN`. If no
-    step is usable, it is the slowdown of the link.
+    step is usable, the result is the slowdown of the link.
     """
     baseline_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
     return _find_slowdown(ranks, [(step.plan, baseline_s + step.step_s - step.keeping_step_s) for step in steps])
@@ -84,7 +84,7 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
     """Fit the slowdown to the measured time `step_s` of steps under a single plan.
 
-    Other delays in the step also count as slowdown. `fit_slowdown` excludes them, but needs baseline steps.
+    The slowdown then includes all other delays in the step. `fit_slowdown` excludes them, but needs baseline steps.
     """
     return _find_slowdown(ranks, [(plan, step_s)])
 

@@ -23,8 +23,8 @@ def make_rank_models(
 
     If the profile has a plain step, times are calibrated so that the simulated baseline matches it. With several stages, we add
     the missing time to the end of every rank's step, because all passes are launch-bound. If the plain step is shorter than the
-    simulated one, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the fraction by
-    which copies slow compute, and the delay per group.
+    simulated baseline, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the
+    fraction by which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.
@@ -43,7 +43,7 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Return the fraction by which copies slow compute, fitted to a profile's compared steps; None without them."""
+    """Return the fraction by which copies slow compute, fitted to a profile's compared steps, or None if it has none."""
     # Compared steps always use the default window and prefetch.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 

@@ -60,7 +60,7 @@ def compare_steps(
     measurement.stop_watching()
     measurement.apply(NOTHING)
     try:
-        # Link times differ between processes, so the first process plans for all.
+        # Link times differ between processes, so the first process plans for all processes.
         plans = ask_first(lambda: choose_plans(profile, host_budget_bytes))
     except OffloadError as error:  # raised on all processes
         logger.warning("no steps were compared, so the profile does not show whether training is launch-bound: %s", error)

@@ -1,4 +1,4 @@
-"""Builds this rank's chunks of a Megatron-Core GPT model, from its local layers or Transformer Engine's."""
+"""Builds this rank's chunks of a Megatron-Core GPT model, from local layers or Transformer Engine layers."""
 
 from collections.abc import Iterable
 from typing import Any

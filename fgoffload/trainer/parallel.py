@@ -23,7 +23,7 @@ ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
     """Create the process group of all launched processes, and select GPU number `local_rank`.
 
-    The processes connect through the file `store`, which must not exist yet. None uses the address that `torchrun` sets.
+    The processes connect through the file `store`, which must not exist yet, or through the address that `torchrun` sets.
 
     Raises:
         ConfigError: The machine has no GPU with that number, or the environment contains no address.

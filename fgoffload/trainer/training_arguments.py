@@ -59,14 +59,14 @@ class TrainingArguments:
     vocab_size: int = _BYTE_VALUES
     """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = 128
-    """The padded vocabulary is a multiple of this times the tensor-parallel size. Source: Megatron-LM's default."""
+    """The padded vocabulary is a multiple of this number times the tensor-parallel size. Source: Megatron-LM's default."""
     untie_embeddings_and_output_weights: bool = False
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
     accumulate_allreduce_grads_in_fp32: bool = False
     """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
     packed_sequences: bool = False
-    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no such flag."""
+    """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no flag for this."""
 
     def __post_init__(self) -> None:
         """Raise ConfigError for settings that Megatron's own config does not check."""

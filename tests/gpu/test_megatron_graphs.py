@@ -168,7 +168,7 @@ def test_replaying_graphs_after_removing_their_engine_raises(name):
         for _ in range(WARMUP + 2):
             trainer.run_step(with_digests=False)
         trainer.integration.remove()
-        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+        with pytest.raises(StateError, match="captured with activation offload, which has been removed since"):
             trainer.run_step(with_digests=False)
     finally:
         trainer.close()

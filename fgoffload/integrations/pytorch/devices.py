@@ -22,7 +22,7 @@ def check_device(choice: Any) -> None:
 def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None, host_memory: HostMemory) -> Device:
     """Return the device for an engine: the user's `choice`, or else the accelerator of one of `tensors`, or else the CPU.
 
-    Meta tensors are ignored. If `tensors` is None, it is torch's current accelerator, or the CPU if there is none. Raises
+    Meta tensors are ignored. If `tensors` is None, return torch's current accelerator, or the CPU if there is none. Raises
     `ConfigError` or `StateError` if the device does not exist.
     """
     if isinstance(choice, Device):

@@ -34,7 +34,7 @@ class SavingsEstimate:
     Args:
         saved_bytes: Bytes that autograd saves.
         leaving_bytes: Bytes that would be copied to the host. A backward that starts immediately cancels the last copies.
-        staying_bytes: Bytes that would stay on the GPU, by reason. If one tensor stays, its whole storage does.
+        staying_bytes: Bytes that would stay on the GPU, by reason. If one tensor stays, so does its whole storage.
         host_bytes: Required host memory in bytes, including alignment.
     """
 

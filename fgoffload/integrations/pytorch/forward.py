@@ -2,8 +2,8 @@
 
 [Note: The running forward]
 Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
-and each forward references the enclosing one. A module uses the forward of its own handle, and a manual region the innermost
-forward of any handle. No state is process-wide, so threads, models and nested models are independent.
+and each forward references the enclosing forward. A module uses the forward of its own handle, and a manual region uses the
+innermost forward of any handle. No state is process-wide, so threads, models and nested models are independent.
 
 [Note: Interrupted forwards]
 Ctrl-C, an alarm or an `OutOfMemoryError` may interrupt a forward between any two lines, and a leftover saved-tensor hook would
@@ -75,7 +75,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record why a region of `tag`, or a forward if None, does nothing here. Disabled gradients are not recorded."""
+    """Record why a region of `tag` does nothing here, or a forward if `tag` is None. Disabled gradients are not recorded."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -99,7 +99,7 @@ class UncompiledSaving(Saving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def unpack(self, handle: Packed) -> torch.Tensor:
-        """Return the tensor of `handle`, as the unpack hook."""
+        """Unpack hook: return the tensor of `handle`."""
         return super().unpack(handle)
 
 
@@ -165,7 +165,7 @@ class BlockSaving(SizedSaving):
     """Saves the tensors of a block of code.
 
     Tensors saved during a backward stay on the device, since a double backward or a recompute needs them immediately. Tensors
-    saved after it belong to a new microbatch. Otherwise, a training loop inside the block would extend the lane in every step.
+    saved after the backward belong to a new microbatch. Otherwise, a training loop in the block would extend the lane forever.
     """
 
     __slots__ = ("_owner",)
@@ -244,7 +244,7 @@ class Forward:
         self._around.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """Stop receiving saved tensors. Those of a failed forward stay on the device and are freed with their graph."""
+        """Stop receiving saved tensors. Saved tensors of a failed forward stay on the device and are freed with their graph."""
         self.stop()
         if not is_failed:
             if self._hook is not None:

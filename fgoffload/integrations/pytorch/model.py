@@ -96,8 +96,8 @@ class ModelOffload(EngineOwner):
     def forward(self) -> Iterator[None]:
         """Treat the body as one forward of the model.
 
-        Use it for code that calls parts of the model instead of the model itself. Without it, each call of a part counts as a
-        forward of its own. Results are the same, but nothing is prefetched for backward.
+        Use it for code that calls parts of the model instead of the model itself. Without it, each call of a part is a forward
+        of its own. Results are the same, but nothing is prefetched for backward.
         """
         self._check_placed()
         around = ThreadState()  # see [Note: Interrupted forwards]
@@ -147,7 +147,7 @@ class ModelOffload(EngineOwner):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Close the handle, on an exception too."""
+        """Close the handle, even after an exception."""
         self.close()
 
     def _check_placed(self) -> None:

@@ -53,7 +53,7 @@ class EngineOwner:
         self._watched_forwards = 0
         """Number of forwards with gradients, including those in which offload did nothing."""
         self._inert = dict.fromkeys(tags, "")
-        """By tag, the reason why its regions did nothing. Empty if none was recorded."""
+        """Reason why the regions of a tag did nothing, by tag. Empty if none was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
         """Whether idle tags are still to be reported."""
@@ -101,7 +101,7 @@ class EngineOwner:
         self.engine.set_policy(self._policy)
 
     def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
-        """Count a region of `tag`, or a forward if None, that does nothing. See `explain_inert` for the reasons."""
+        """Count a region of `tag` that does nothing, or a forward if `tag` is None. See `explain_inert` for the reasons."""
         if tag is None:
             self._watch_forward()
             return

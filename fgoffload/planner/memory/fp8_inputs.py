@@ -10,7 +10,7 @@ Under every recipe, the linear saves one fp8 copy of its input and the scales of
 | `mxfp8` | 1 byte per element | one byte per channel and 32 rows, padded to 128 channels and 4 blocks of rows |
 
 `delayed` and `tensorwise` linears that gather their input again in backward save the row-wise copy instead, which has the same
-size. Blockwise scales also pad channels to a multiple of 4. We ignore this, because fp8 linears always have such a multiple.
+size. Blockwise scales also pad channels to a multiple of 4. We ignore this, because fp8 linears have a multiple of 4 channels.
 
 Source: Transformer Engine 2.20.2: `Linear`, `LayerNormLinear` and `GroupedLinear`, which discard the row-wise data, and
 `get_scale_shape` of the quantizers in `quantizer.cpp`. `tests/gpu/test_megatron_bytes.py` measures the bytes.

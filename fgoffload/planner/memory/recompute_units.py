@@ -2,12 +2,12 @@
 
 Some units are checkpoints, which save their input and are recomputed right before their own backward: `layer`, `core_attn`,
 `mlp`, `moe` and `shared_expert`. All others drop their output, which the next module would save, and are recomputed when
-backward reaches a module that uses it. In FP8 these units use Megatron's checkpoints, which copy the recomputed tensor into the
-dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right before the
+backward reaches a module that uses it. With FP8, these units use Megatron's checkpoints, which copy the recomputed tensor into
+the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right before the
 backward of the next module.
 
 Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
-megatron/core/tensor_parallel/random.py, and the callers of it and of `CheckpointWithoutOutput` in transformer_layer.py,
+megatron/core/tensor_parallel/random.py, and the callers of `checkpoint` and `CheckpointWithoutOutput` in transformer_layer.py,
 multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
 """
 
@@ -69,8 +69,8 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
 
     One linear returns query, key and value in one storage. Rotary embeddings and head norms write query and key to new tensors,
     but the value remains a view. Attention copies non-contiguous tensors and saves the copies, so forward frees the storage. A
-    checkpoint keeps the view, and therefore the whole storage. The part that attention would have copied counts as query, key
-    and value; this function returns the rest.
+    checkpoint keeps the view, and therefore the whole storage. The part that attention would have copied is counted as query,
+    key and value. This function returns the rest.
 
     Source: `SelfAttention.get_query_key_value_tensors` and `Attention._checkpointed_attention_forward` of megatron-core 0.16.1,
     `get_qkv_layout` of Transformer Engine 2.20; `tests/unit/megatron/test_saved_bytes.py` runs Megatron's code with a

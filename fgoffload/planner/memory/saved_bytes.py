@@ -53,12 +53,12 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
 
 
 def count_norm_statistics(shape: LayerShape, rows: int | None = None) -> int:
-    """Return the bytes of a norm's statistics: each token's inverse deviation in fp32, 4sb/t; with LayerNorm also the means."""
+    """Return the bytes of a norm's statistics per token in fp32: the inverse deviation, 4sb/t, and the mean in LayerNorm."""
     return (2 if shape.normalization == "LayerNorm" else 1) * FP32 * (shape.tokens if rows is None else rows)
 
 
 def count_expert_rows(shape: LayerShape, experts: ExpertsShape) -> tuple[int, int]:
-    """Return the rows of all experts of a rank, and the rows per expert. In fp8 each expert's rows are padded."""
+    """Return the rows of all experts of a rank, and the rows per expert. With fp8, each expert's rows are padded."""
     rows = experts.count_rows(shape.tokens)
     each = pad_rows(shape.fp8_recipe, -(-rows // experts.local_experts))
     return (rows if shape.fp8_recipe is None else each * experts.local_experts), each
@@ -89,8 +89,8 @@ def _list_layer_input(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_projections(shape: LayerShape) -> Iterator[SavedTensor]:
     norm, hidden = "qkv_linear" if shape.has_fused_attention_norm else "attn_norm", LayerSizes(shape).hidden
     yield _make("statistics of the norm before attention", (norm,), count_norm_statistics(shape), FP32)
-    # The norm's output, 2sbh/t. In bf16 all linears after the norm save the same storage; in fp8 each saves its own copy. A
-    # norm fused into the query's linear saves it in bf16.
+    # The norm's output, 2sbh/t. With bf16, all linears after the norm save the same storage. With fp8, each saves its own copy.
+    # A norm fused into the query's linear saves it in bf16.
     size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
     if shape.latent is not None and shape.fp8_recipe is not None:
         size_bytes += hidden if shape.latent.has_whole_query_norm else size_bytes
@@ -131,7 +131,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     sizes = LayerSizes(shape)
     # 2sb(n dqk + g dqk + g dv)/t: each rank has the whole sequence and 1/t of the heads.
     yield _make("query, key and value", _CORE, sizes.query_key_value)
-    # 2sbn dv/t: the projection after attention saves the same tensor, also in fp8 except with delayed scaling.
+    # 2sbn dv/t: the projection after attention saves the same tensor, even with fp8, unless scaling is delayed.
     is_shared = shape.fp8_recipe != "delayed"
     yield _make("attention output", (*_CORE, "attn_proj") if is_shared else _CORE, sizes.attention_output)
     if not is_shared:
@@ -183,7 +183,7 @@ def _list_mixture(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
 
 
 def _has_own_input(shape: LayerShape, experts: ExpertsShape) -> bool:
-    """Return whether the shared experts save a separate input instead of sharing the router's."""
+    """Return whether the shared experts save a separate input instead of sharing the router's input."""
     return _gathers(shape, experts) or shape.fp8_recipe == "delayed"
 
 
@@ -371,7 +371,7 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the probabilities saved because they multiply the biases of the experts' second linears.
 
-    `moe_act` saves the same storage, so offloading that tag does not free it. If the tag stays on the GPU, it counts twice.
+    `moe_act` saves the same storage, so offloading that tag does not free it. If the tag is kept, the storage is counted twice.
 
     Source: `TEGroupedMLP._apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.16.1.
     """

@@ -29,8 +29,8 @@ Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's note
 DEFAULT_RESERVE_BYTES = 4 * GIB
 """Estimate of the device memory used in addition to the run's tensors; not measured.
 
-The CUDA context and loaded kernels take up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take as much again if a
-rank is in many groups. The rest is fragmentation of the caching allocator.
+The CUDA context and loaded kernels take up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take up to 1 GiB more
+if a rank is in many groups. The rest is fragmentation of the caching allocator.
 """
 
 _BOOL = 1  # bytes per element
@@ -79,7 +79,7 @@ class StaticMemory:
     weight_bytes: int  # bytes of weights in the dtype of activations
     fp8_weight_bytes: int = 0
     """Bytes of the row-wise and column-wise fp8 copies of linear weights, kept for all microbatches of a step."""
-    gradient_bytes: int  # bytes of gradient buffers
+    gradient_bytes: int
     optimizer_bytes: int  # bytes of main parameters and moments
     gather_buffer_bytes: int = 0
     """Bytes of the persistent buffer into which the output layer gathers the hidden states of whole sequences."""

@@ -1,11 +1,11 @@
 """Counts the temporary device bytes of each segment, in addition to the layer's saved tensors.
 
-In forward these are the segment's input and output (unless an earlier segment saved them), tensors gathered for tensor
-parallelism, and tensors that Megatron's callers still reference, such as the output of the shared experts until it is added. A
-tensor that the segment itself saves is temporary while the segment runs, and saved afterwards.
+In forward, temporaries are the segment's input and output, unless an earlier segment saved them, and tensors gathered for
+tensor parallelism. Tensors that Megatron's callers still reference are temporaries too, such as the output of the shared
+experts until it is added. A tensor that the segment itself saves is temporary while the segment runs, and saved afterwards.
 
-In backward they are the residual's gradient (until the norm adds it), the gradients of the segment's output and input, tensors
-gathered again, and weight gradients that are not yet accumulated.
+In backward, temporaries are the gradients of the segment's output and input, the residual's gradient until the norm adds it,
+tensors gathered again, and weight gradients that are not yet accumulated.
 
 Source: the code of Megatron-Core 0.16.1 and Transformer Engine 2.20; not compared with measurements.
 """
@@ -29,8 +29,8 @@ from fgoffload.planner.operations.ops import BF16, FP32, Execution
 class ExtraBytes:
     """Temporary bytes of one segment."""
 
-    forward: int = 0  # bytes in forward
-    backward: int = 0  # bytes in backward
+    forward: int = 0
+    backward: int = 0
 
 
 def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, ExtraBytes]:
@@ -38,7 +38,7 @@ def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, E
     found = _count_attention(shape, execution)
     if shape.has_mtp_projection:
         hidden = LayerSizes(shape).hidden
-        # Inputs, outputs and concatenated outputs of two norms, and the projection's output; then a norm after the layer.
+        # The projection has inputs, outputs and concatenated outputs of two norms, and its own output.
         found |= {
             "mtp_projection": ExtraBytes(forward=7 * hidden, backward=5 * hidden),
             "mtp_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden),
@@ -66,7 +66,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
 
 
 def _count_norm(sizes: LayerSizes) -> ExtraBytes:
-    # Forward has an input and an output. Backward has the gradients of both, and the residual's.
+    # Forward has an input and an output. Backward has the gradients of both, and the residual's gradient.
     return ExtraBytes(forward=2 * sizes.hidden, backward=3 * sizes.hidden)
 
 
@@ -134,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # The residual's gradient, which is also the output's, and that of the norm's output, including the router's part.
+        # The residual's gradient, which is also the output's gradient, and the gradient of the norm's output, router included.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -144,7 +144,7 @@ def _count_router(sizes: LayerSizes, experts: ExpertsShape) -> dict[str, ExtraBy
     tables = FP32 * sizes.shape.tokens * experts.num_experts
     copied = 2 * hidden if experts.router.dtype_bytes == FP32 else 0
     return {
-        # Logits, scores and probabilities of all experts; in backward the gradients of two of them.
+        # Forward has logits, scores and probabilities of all experts. Backward has the gradients of two of these.
         "router": ExtraBytes(forward=hidden + copied + 3 * tables, backward=3 * hidden + copied + 2 * tables),
         "dispatch": ExtraBytes(
             forward=sum(sizes.dispatch_steps), backward=hidden + _find_peak((hidden, *sizes.dispatch_steps))
@@ -168,14 +168,14 @@ def _count_experts(sizes: LayerSizes, experts: ExpertsShape, execution: Executio
         ),
         "moe_combine": ExtraBytes(
             forward=held + _find_peak((hidden, *sizes.dispatch_steps)),
-            # The residual's gradient is the same tensor as the output's.
+            # The residual's gradient is the same tensor as the output's gradient.
             backward=hidden + _find_peak((0, *sizes.dispatch_steps)),
         ),
     }
 
 
 def _add_biases(sizes: LayerSizes, experts: ExpertsShape, linear: ExtraBytes) -> ExtraBytes:
-    """Add the temporaries of the biases of the experts' second linears.
+    """Add the temporaries for biases in the experts' second linears.
 
     Megatron multiplies each expert's bias by the probabilities, adds the product to the rows in the dtype of the probabilities,
     and concatenates the results. In backward it converts the output's gradient or splits it by expert, and concatenates the

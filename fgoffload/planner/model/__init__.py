@@ -1,1 +1,1 @@
-"""Model shapes and their split over ranks: parallel sizes, and the layers and parameters of each pipeline rank."""
+"""Model shapes, parallel sizes, and the layers and parameters of each pipeline rank."""

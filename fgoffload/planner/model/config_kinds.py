@@ -198,13 +198,13 @@ def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
 
 NOT_MODELLED: Mapping[str, str] = {
     "gemma3": "the norms after attention and MLP; a layer saves two more hidden states than predicted.",
-    "llama4": "chunked attention counts as a window of half a chunk, so its time is too low for sequences up to a chunk.",
-    "qwen3_next": "linear attention counts as attention in a window of 64 tokens, without its convolution, wider "
+    "llama4": "chunked attention is modelled as a window of half a chunk, so its time is too low for sequences up to a chunk.",
+    "qwen3_next": "linear attention is modelled as attention in a window of 64 tokens, without its convolution, wider "
     "projections and output gate; predicted weights, saved bytes and attention times are too low.",
     "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its predicted time is too high beyond "
     "index_topk tokens; without the indexer, predicted memory is slightly too low.",
-    "deepseek_v4": "low-rank projections of query and output count as full ones, so predicted attention times and weights are "
-    "too high; hyper-connections, the compressor and the indexer are left out, so predicted saved bytes are too low.",
+    "deepseek_v4": "low-rank projections of query and output are modelled as full ones, so predicted attention times and "
+    "weights are too high; hyper-connections, compressor and indexer are left out, so predicted saved bytes are too low.",
 }
 """Unmodelled parts of layers by `model_type`, and the direction of the error."""
 

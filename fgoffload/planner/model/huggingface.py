@@ -37,7 +37,7 @@ _FIELD_NAMES: Mapping[str, str] = {
     "kv_channels": "head_dim",
     "mtp_num_layers": "num_nextn_predict_layers",
 }
-"""Names in `config.json` of ModelShape fields, where they differ and are the same for all kinds of models."""
+"""Maps ModelShape fields to their names in `config.json`, if these differ and are the same for all kinds of models."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 """Supported `hidden_act` values: gated activations that run as one kernel and save the same tensors."""

@@ -17,7 +17,7 @@ FP8_RECIPES: tuple[Fp8Recipe, ...] = ("delayed", "tensorwise", "blockwise", "mxf
 
 Dispatcher = Literal["alltoall", "deepep", "hybridep"]
 DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
-"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the others as its backend."""
+"""Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the other values as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
 """Value of `ExpertsShape.imbalance` for models without a measurement.
@@ -80,7 +80,7 @@ class RouterShape:
 class ExpertsShape:
     """The experts of a layer, their router and their token dispatcher."""
 
-    num_experts: int  # experts of the layer, over all ranks
+    num_experts: int  # over all ranks
     topk: int  # experts per token
     ffn_hidden_size: int  # channels of an expert after its activation
     shared_ffn_hidden_size: int = 0  # channels of all shared experts together; 0 without shared experts
@@ -98,7 +98,7 @@ class ExpertsShape:
     limited_groups: tuple[int, int] | None = None
     """Number of expert groups to which a token may be sent, and total number of groups: `--moe-router-group-topk` and
     `--moe-router-num-groups`. None without a limit."""
-    router: RouterShape = dataclasses.field(default_factory=RouterShape)  # routing of tokens to experts
+    router: RouterShape = dataclasses.field(default_factory=RouterShape)
 
     def __post_init__(self) -> None:
         for name in ("num_experts", "topk", "ffn_hidden_size", "expert_parallel_size", "expert_tensor_parallel_size"):
@@ -140,7 +140,7 @@ class ExpertsShape:
 class LayerShape:
     """Shape of a layer for one microbatch on a rank. `make_layer_shape` returns it for a layer of a `ModelShape`."""
 
-    micro_batch_size: int  # sequences of a microbatch
+    micro_batch_size: int  # sequences per microbatch
     seq_length: int  # tokens of a sequence on one context-parallel rank
     hidden_size: int  # channels of the hidden states
     num_attention_heads: int  # query heads over all tensor-parallel ranks
@@ -149,7 +149,7 @@ class LayerShape:
     """Channels of a query and key head: `kv_channels`, or `qk_head_dim` + `qk_pos_emb_head_dim` of latent attention."""
     v_channels: int  # channels of a value head: `kv_channels`, or `v_head_dim` of latent attention
     ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 in a layer with experts
-    experts: ExpertsShape | None = None  # experts; None in a dense layer
+    experts: ExpertsShape | None = None  # None in a dense layer
     latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
     tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
@@ -163,7 +163,7 @@ class LayerShape:
     is_gated: bool = True
     """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
     has_fused_activation: bool = True
-    """Whether one kernel computes a gated activation, and in experts multiplies by the probabilities. With
+    """Whether one kernel computes a gated activation. In experts, it also multiplies by the probabilities. With
     `--no-bias-swiglu-fusion`, each op saves its own inputs. No effect without a gate."""
     has_clamped_gate: bool = False
     """Whether experts clamp their first linears' output before the activation, which saves one more tensor of that size."""

@@ -1,4 +1,4 @@
-"""Shape of a whole model, before it is split over ranks.
+"""Shape of a whole model, before it is sharded over ranks.
 
 Fields have Megatron's names where Megatron has one. Llama 3 8B:
 
@@ -56,7 +56,7 @@ class LatentAttention:
 class ModelShape:
     """A GPT model: embedding, decoder layers, final norm, output layer, and layers of multi-token prediction."""
 
-    name: str  # name in tables
+    name: str  # shown in tables
     num_layers: int  # decoder layers, not counting multi-token prediction
     hidden_size: int  # channels of the hidden states
     ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 if all layers have experts
@@ -78,7 +78,7 @@ class ModelShape:
     has_linear_bias: bool = False  # whether all linear layers and the router have biases: not with `--disable-bias-linear`
     has_qkv_bias: bool = False  # whether the projection to query, key and value has a bias, as with `--add-qkv-bias`
     has_qk_norm: bool = False
-    """Whether `--qk-layernorm` adds norms of query and key heads, or in latent attention of compressed query and key-value."""
+    """Whether `--qk-layernorm` adds norms of query and key heads, or of the compressed tensors in latent attention."""
     has_attention_sinks: bool = False  # whether each head has a learned number in its softmax: `--softmax-type learnable`
     latent: LatentAttention | None = None  # multi-latent attention; None for grouped queries
     rotary_percent: float = 1.0
@@ -89,12 +89,12 @@ class ModelShape:
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
-    """Experts of a layer, with parallel sizes of 1, because `Parallelism` sets the split. None in a dense model."""
+    """Experts of a layer, with parallel sizes of 1, because `Parallelism` has the real sizes. None in a dense model."""
     moe_layers: tuple[bool, ...] | None = None
     """Whether each decoder layer has experts: see `list_moe_layers`. None means all layers if `experts` is set."""
     mtp_num_layers: int = 0  # layers of multi-token prediction, each like the decoder's last, with a projection before it
     window_tokens: int | None = None
-    """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all."""
+    """Earlier tokens that a query sees under sliding-window attention, as in `--window-size`. None means all earlier tokens."""
     window_layers: tuple[bool, ...] | None = None
     """Whether each decoder layer has the window. None means all layers if `window_tokens` is set."""
     has_hidden_dropout: bool = False  # whether `--hidden-dropout` is above 0, Megatron's default
@@ -130,7 +130,7 @@ class ModelShape:
 
     @property
     def numbers(self) -> range:
-        """Numbers of all layers, as in plans: the decoder's, then multi-token prediction's."""
+        """Numbers of all layers, as in plans: first the decoder's layers, then the layers of multi-token prediction."""
         return range(self.num_layers + self.mtp_num_layers)
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
@@ -223,7 +223,7 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
     """Return whether each layer has experts, from the value of `--moe-layer-freq`.
 
     Args:
-        pattern: N for experts in layers 0, N, 2N and so on, or one 0 or 1 per layer.
+        pattern: N for experts in layers 0, N, 2N and so on, or a list with 1 for experts and 0 for a dense MLP.
         num_layers: Number of decoder layers.
     """
     if isinstance(pattern, int):
@@ -236,7 +236,7 @@ def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tupl
     """Return whether each layer has sliding-window attention, from the value of `--window-attn-skip-freq`.
 
     Args:
-        pattern: N for full attention in every N-th layer and a window in the others, or one 0 or 1 per layer.
+        pattern: N for full attention in every N-th layer only, or a list with 1 for a window and 0 for full attention.
         num_layers: Number of decoder layers.
     """
     if isinstance(pattern, int):

@@ -49,7 +49,7 @@ class Parallelism:
     expert_tensor_parallel_size: int = 1
     """Ranks that share each expert. Readers of Megatron's flags use Megatron's default, the tensor parallel size."""
     data_parallel_size: int = 1  # copies of the model; experts may be spread over them
-    micro_batch_size: int = 1  # sequences of a microbatch
+    micro_batch_size: int = 1  # sequences per microbatch
     microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
     """Value of `--microbatch-group-size-per-virtual-pipeline-stage`. Defaults to the number of pipeline ranks."""
@@ -124,7 +124,7 @@ class Parallelism:
         return self.world_size // experts
 
     def check_model(self, model: "ModelShape") -> None:
-        """Reject a model that these parallel sizes cannot split."""
+        """Reject a model that these parallel sizes cannot shard."""
         tensor, context = self.tensor_parallel_size, self.context_parallel_size
         check_shared_layers(
             model,
@@ -166,7 +166,7 @@ class Parallelism:
             )
 
     def _check_split(self) -> None:
-        """Reject conflicting settings of the split of layers."""
+        """Reject conflicting settings for how layers are split across stages."""
         first, last = self.num_layers_in_first_pipeline_stage, self.num_layers_in_last_pipeline_stage
         settings = (
             [] if self.pipeline_layout is None else ["pipeline_layout"],

@@ -1,7 +1,7 @@
 """Counts the parameters of each pipeline rank.
 
-Each layer is a list of parameters with their sizes in the whole model and their split: over tensor-parallel ranks, over expert
-ranks, or none. Biases and norms count; buffers do not, such as the bias that balances experts.
+Each layer is a list of parameters with their unsharded sizes and how they are sharded: over tensor-parallel ranks, over expert
+ranks, or not at all. Biases and norms are counted. Buffers, such as the bias that balances experts, are not.
 
 Source: the modules that megatron-core 0.16.1 builds with Transformer Engine's layers. `tests/unit/megatron/test_parameters.py`
 builds models with Megatron's local layers and compares the counts.
@@ -17,7 +17,7 @@ from fgoffload.planner.model.parallelism import Parallelism, StageChunk, list_ch
 
 
 class Split(enum.Enum):
-    """How a parameter is split over ranks."""
+    """How a parameter is sharded over ranks."""
 
     NONE = "none"  # each tensor-parallel rank has a copy: norms, the router, biases added after a reduction
     TENSOR = "tensor"  # each tensor-parallel rank has a part
@@ -26,10 +26,10 @@ class Split(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter, or several with the same split."""
+    """A parameter, or several that are sharded in the same way."""
 
     count: int  # elements in the whole model
-    split: Split = Split.NONE  # how it is split over ranks
+    split: Split = Split.NONE
     is_linear: bool = False  # whether it is the weight of a linear layer, which an fp8 recipe quantizes
 
 

@@ -14,7 +14,7 @@ import re
 from fgoffload.errors import ConfigError
 
 LONGEST_LAYOUT = 10_000
-"""Maximum number of letters in a layout. Longer ones, from nested repetitions, could fill memory."""
+"""Maximum number of letters in a layout. Longer layouts, from nested repetitions, could fill memory."""
 
 _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[EtmL|])(?:\*(?P<one_count>\d{1,4}))?")
 

@@ -39,13 +39,13 @@ class Limit(enum.Enum):
 class Work:
     """One kernel, or several of the same kind."""
 
-    limit: Limit  # kind of the kernels
-    flop: float = 0.0  # floating-point operations of all kernels together
-    moved_bytes: float = 0.0  # bytes that all kernels together read from and write to device memory
+    limit: Limit
+    flop: float = 0.0  # total floating-point operations
+    moved_bytes: float = 0.0  # total bytes read from and written to device memory
     strided_bytes: float = 0.0
     """Part of `moved_bytes` that element-wise kernels access without vectorization, for example in half of a tensor's
     columns."""
-    kernels: int = 1  # number of launched kernels
+    kernels: int = 1
     expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
 
@@ -62,9 +62,9 @@ class Pattern(enum.Enum):
 class Traffic:
     """Bytes that a rank sends to the other ranks of a group."""
 
-    pattern: Pattern  # pattern of the exchange
-    sent_bytes: float  # total bytes that this rank sends
-    ranks: int  # number of ranks in the group
+    pattern: Pattern
+    sent_bytes: float
+    ranks: int
     span: int  # number of ranks from the group's first to its last; decides whether the group is inside a node
     calls: int = 1  # number of collectives
     copies: int = 1  # copies of each token in `sent_bytes`: one per target expert
@@ -100,9 +100,9 @@ class PassWork:
 class SegmentWork:
     """Operations of a segment in forward and backward."""
 
-    name: str  # name of the segment, as in `Segment`
-    forward: PassWork  # operations of forward
-    backward: PassWork  # operations of backward, without recompute
+    name: str  # as in `Segment`
+    forward: PassWork
+    backward: PassWork  # without recompute
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class Execution:
 class Linear:
     """A linear layer of one rank, or one per expert of the rank."""
 
-    rows: int  # input rows, of all experts together
+    rows: int  # input rows of all experts
     inputs: int  # channels of an input row
     outputs: int  # channels of an output row
     experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer with all rows
@@ -130,7 +130,7 @@ class Linear:
 
     @property
     def weights(self) -> int:
-        """Elements of the weights, of all experts together."""
+        """Number of weights, over all experts."""
         return self.inputs * self.outputs * max(self.experts, 1)
 
     def list_forward(self) -> tuple[Work, ...]:
@@ -184,7 +184,7 @@ def make_moves(moved_bytes: float, *, strided_bytes: float = 0.0, kernels: int =
 
 
 def list_ring_pass(gathered_bytes: int, ranks: int) -> tuple[Traffic, ...]:
-    """Return the traffic of one all-gather or reduce-scatter, or none with one rank. An all-reduce is one of each."""
+    """Return the traffic of one all-gather or reduce-scatter, or none with one rank. An all-reduce costs one of each."""
     if ranks == 1:
         return ()
     # In a ring, each part of the tensor is sent ranks - 1 times.

@@ -1,4 +1,4 @@
 """Models of pipeline ranks: layers, chunks and the order of passes.
 
-These models are the only input of the simulator and the solver, whether they were computed or measured.
+The simulator and the solver use computed and measured models in the same way.
 """

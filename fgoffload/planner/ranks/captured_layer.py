@@ -1,10 +1,10 @@
 """Models layers with modules captured by CUDA graphs: no recompute, fixed inputs and outputs, and staging slots.
 
 A graph runs no Python, so captured modules cannot be recomputed. The inputs and outputs of a graph stay on the GPU, at fixed
-addresses. The engine offloads other tensors of captured modules through staging slots, which all layers share. Slots count as
-static memory; each is as large as the tensors that the largest layer offloads from its graph. The simulation ignores that a
-graph waits for a free slot, so a step takes longer than predicted if copies are slower than compute. A full-iteration graph
-copies tensors without staging, like eager steps.
+addresses. The engine offloads other tensors of captured modules through staging slots, which all layers share. Slots are static
+memory. Each is as large as the tensors that the largest layer offloads from its graph. The simulation does not model a graph's
+wait for a free slot, so it underestimates the step time if copies are slower than compute. A full-iteration graph copies
+tensors without staging, like eager steps.
 
 A step reserves more memory than predicted, because the memory of graph pools is not counted: a pool keeps the inputs and
 outputs of its graphs, and other allocations cannot use its free fragments.
@@ -33,7 +33,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`; unchanged if they capture none of its modules."""
+    """Return `layer` as it runs with `graphs`. A layer without captured modules does not change."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,
@@ -66,7 +66,7 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each such tag."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each tag that saves one."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {

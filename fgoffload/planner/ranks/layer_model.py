@@ -16,9 +16,9 @@ class HostWait(enum.Enum):
     Source: host waits in docs/reference/tags.md.
     """
 
-    KERNEL = "kernel"  # a kernel writes them to the host, which waits only for compute; a recompute does not wait
-    HOLD = "hold"  # the copy engine sends them; until they arrive, the layer's finished groups are not offloaded
-    COPY = "copy"  # the copy engine sends them after all queued copies, as without this package
+    KERNEL = "kernel"  # a kernel writes the bytes to the host, which waits only for compute; a recompute does not wait
+    HOLD = "hold"  # the copy engine sends the bytes; until they arrive, the layer's finished groups are not offloaded
+    COPY = "copy"  # the copy engine sends the bytes after all queued copies, as without this package
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,7 @@ class Segment:
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
     forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
-    backward_extra_bytes: int = 0  # temporary device bytes of backward: gradients of activations and workspaces
+    backward_extra_bytes: int = 0  # temporary device bytes of backward: activation gradients and workspaces
     host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
     """Launch delay to add to `forward_s` in a forward pass, in seconds; negative if the host launches earlier than when
@@ -46,14 +46,14 @@ class SavedTensor:
     """A storage that one or more tags of a layer save."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save it, in forward order; empty for untagged tensors
+    tags: tuple[str, ...]  # tags that save the tensor, in forward order; empty for untagged tensors
     size_bytes: int  # bytes on this rank for one microbatch
     is_same_in_all_layers: bool = False  # whether all layers share this storage, offloaded once per microbatch
-    element_bytes: int = 2  # bytes per element, to convert the minimum size for offload
+    element_bytes: int = 2  # bytes per element, to convert the minimum number of elements to bytes
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
     def is_below(self, numel: int) -> bool:
-        """Return whether it has fewer than `numel` elements."""
+        """Return whether the tensor has fewer than `numel` elements."""
         return self.size_bytes < numel * self.element_bytes
 
 
@@ -75,7 +75,7 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units inside this unit, which save nothing if it is recomputed. None means its entry in `fgoffload.tags`."""
+    """Tags and units inside this unit, which save nothing if it is recomputed. None uses its entry in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -102,7 +102,7 @@ class LayerModel:
     """Storages that the layer saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
-    segment counts as the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
+    segment belongs to the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
     """
     units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports
 

@@ -27,7 +27,7 @@ class NumberedLayer:
     """A layer of a chunk, with its number in the model."""
 
     number: int  # number in the whole model, from 0, as in plans
-    model: LayerModel  # the layer's model, shared by layers of one kind
+    model: LayerModel  # shared by layers of one kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class LateCosts(NamedTuple):
     tensor_s: float = 0.0  # seconds per tensor of the group
 
     def find(self, groups: int, tensors: int) -> float:
-        """Return the delay by `groups` that offload `tensors` in all, in seconds."""
+        """Return the seconds of delay if `groups` groups offload a total of `tensors` tensors."""
         return groups * self.group_s + tensors * self.tensor_s
 
 
@@ -103,10 +103,10 @@ class RankModel:
     static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, for the whole step
     chunks: tuple[ChunkModel, ...]  # model chunks, in order of their numbers
     passes: tuple[Pass, ...]  # passes in order, from `fgoffload.planner.ranks.schedule.list_passes`
-    link: LinkModel  # link to the host
+    link: LinkModel
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements that a group must save in a storage to offload it. Smaller storages stay on the GPU."""
+    """Minimum number of elements that a group must save in a storage to offload it. Otherwise, the storage stays on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit
@@ -116,5 +116,5 @@ class RankModel:
     turn: Turn = Turn.PLAN  # handling of copies in flight at the loss, unless the plan sets a number of bytes
     late: LateCosts = NOT_LATE
     has_engine: bool = True
-    """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute:
-    [Note: Tensors that dispatchers keep] in `layer_compiler`."""
+    """Whether the run uses this package. Without it, token dispatchers keep the input of a recompute. See [Note: Tensors that
+    dispatchers keep] in `layer_compiler`."""

@@ -40,7 +40,7 @@ class PassKind(enum.Enum):
 class Pass:
     """Forward or backward of one microbatch through one model chunk of a rank."""
 
-    kind: PassKind  # forward or backward
+    kind: PassKind
     chunk: int  # model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0
     microbatch: int  # microbatch of the step, from 0
 
@@ -98,8 +98,8 @@ class Pipeline:
     def is_full(self) -> bool:
         """Whether the number in flight stays the same with more microbatches per step, on every rank and in every chunk.
 
-        The first rank has the most in flight. It reaches its maximum if it starts a backward before its last forward, and, with
-        several chunks, if there is a second group.
+        The first rank has the most in flight. The number reaches its maximum if the rank starts a backward before its last
+        forward, and, with several chunks, if there is a second group.
         """
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks

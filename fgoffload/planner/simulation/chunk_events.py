@@ -36,11 +36,11 @@ Events = tuple[tuple[EventKind, Any], ...]
 
 
 class Compute(NamedTuple):
-    """Compute of one segment or of several adjacent ones."""
+    """Compute of one segment or of several adjacent segments."""
 
     seconds: float  # seconds without concurrent copies
     net_bytes: int  # change in device bytes
-    rise_bytes: int  # peak of the device bytes, relative to those at its start
+    rise_bytes: int  # peak device bytes, relative to the device bytes at its start
     label: str  # segment of that peak, as in tables: `layers.12.expert_fc1`
     host_s: float  # seconds that the host takes to launch it
 
@@ -55,7 +55,7 @@ class Take(NamedTuple):
 class TrafficKey(NamedTuple):
     """Key of traffic counters: a tag with one action, in layers of one kind."""
 
-    kind: str  # kind of the layer
+    kind: str
     tag: str  # tag of the group that offloads the tensors
     action: Action
 
@@ -76,7 +76,7 @@ class PlacedGroup(NamedTuple):
     label: str  # label in timelines: `layers.12.core_attn`
     bundles: tuple[int, ...]  # bundles that it offloads
     members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
-    end_position: int  # number of groups of the chunk that began before this one ended
+    end_position: int  # number of groups of the chunk that began before this group ended
     tensors: int  # number of tensors that it offloads
 
 
@@ -90,5 +90,5 @@ class CompiledChunk:
     bundles: tuple[Bundle, ...]
     base_bytes: int
     """Device bytes that a microbatch holds from the start of its forward to the end of its backward, under any plan."""
-    staged_bytes: int  # size of a staging slot, which all layers share: the largest need of any layer
+    staged_bytes: int  # size of a staging slot; layers share slots, and the largest layer sets the size
     recompute_s: float  # seconds of recompute in backward

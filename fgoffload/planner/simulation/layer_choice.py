@@ -36,21 +36,21 @@ class Take(NamedTuple):
     """A point in backward at which a tensor is needed."""
 
     before: int  # segment before whose backward the tensor is needed
-    unit: str | None  # unit whose recompute needs it; None if the segment's own backward needs it
+    unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs it, or None if that site is not offloaded. The engine tracks backward by these groups."""
+    """Group of the site that needs the tensor; None if the site is not offloaded. These groups show backward's position."""
 
 
 class PlacedTensor(NamedTuple):
     """A tensor with its lifetime, which begins in forward or in a recompute and ends in backward."""
 
-    tensor: SavedTensor  # the tensor
+    tensor: SavedTensor
     saved_after: int  # segment whose forward allocates it
     freed_after: int  # segment after whose backward it is freed
     takes: tuple[Take, ...] = ()  # points that need it, in backward order; empty for a recomputed tensor
-    used_until: int = -1  # if offloaded: last segment whose forward reads it, after which it may be freed
-    offloaded_by: int = -1  # if offloaded: group that offloads it, the first submitted one that saves it
-    reloaded_for: int = -1  # if offloaded: group that it is reloaded for, the last one in forward that saves it
+    used_until: int = -1  # last segment whose forward reads an offloaded tensor, after which it may be freed
+    offloaded_by: int = -1  # group that offloads the tensor: the first submitted group that saves it
+    reloaded_for: int = -1  # group for which the tensor is reloaded: the last group in forward that saves it
 
 
 class OffloadedGroup(NamedTuple):
@@ -63,7 +63,7 @@ class OffloadedGroup(NamedTuple):
     ends_after: int  # last segment of its site; the group is submitted after it unless it is held
     held_until: int | None
     """Segment with the host wait after which the group is submitted. None if it is submitted when it ends."""
-    opened_before_end: int  # number of groups of the layer that start before this one ends, itself included
+    opened_before_end: int  # number of groups of the layer that start before this group ends, itself included
     submit_place: int  # position in the order in which the layer's groups are submitted
     needed_before: int  # segment before whose backward its site first needs a tensor
 
@@ -87,14 +87,14 @@ class Recompute(NamedTuple):
 class ResolvedLayer:
     """A layer with a plan applied. Equal layers share one instance, so each cached property is computed once."""
 
-    layer: LayerModel  # the layer
+    layer: LayerModel
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the GPU from forward to backward
     held: tuple[PlacedTensor, ...]  # recomputed tensors that forward references until the end of the layer
     shared: tuple[SavedTensor, ...]
     """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     offloaded: tuple[PlacedTensor, ...]  # offloaded tensors
     groups: tuple[OffloadedGroup, ...]  # groups of the offloaded tags, in the order in which forward reaches their sites
-    recomputes: tuple[Recompute, ...]  # recomputes, in backward order
+    recomputes: tuple[Recompute, ...]  # in backward order
 
     @property
     def kept_bytes(self) -> int:
@@ -210,16 +210,16 @@ class _Places:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """First segment whose host wait delays the submission of earlier groups; None if no segment has such a wait."""
+        """First segment whose host wait delays the submission of earlier groups; None if there is none."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:
-        """Return the index of the segment `name`; 0 if the layer has no such segment."""
+        """Return the index of the segment `name`; 0 if the layer has no segment of this name."""
         return self._places.get(name, 0)
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:
         """Return the lifetime of a tensor that is not recomputed."""
-        # Backward reaches the first of its tags last.
+        # Backward reaches the tensor's first tag last.
         first = min(self.find(tag) for tag in tensor.tags)
         return PlacedTensor(tensor=tensor, saved_after=first, freed_after=first)
 
@@ -254,7 +254,7 @@ def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) 
 def _list_recomputes(
     layer: LayerModel, units: Sequence[UnitModel], saved: Sequence[PlacedTensor], places: _Places
 ) -> tuple[Recompute, ...]:
-    """Return the recomputes in backward order; those before the same segment, in forward order."""
+    """Return the recomputes in backward order. Recomputes before the same segment are in forward order."""
     tensors = {tensor.name: tensor for tensor in layer.tensors}
     before = _find_when(units, tensors, places)
     # A kept input is not recomputed. If two units drop a tensor, the first to run recomputes it.

@@ -9,7 +9,7 @@ Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Host waits in a recompute]
-In a recompute the host waits only if the unit contains a token dispatcher: `layer` and `moe` do, the experts' first linear does
+In a recompute, the host only waits if its unit has a token dispatcher: `layer` and `moe` do, the experts' first linear does
 not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel writes
 (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
 
@@ -205,7 +205,7 @@ class LayerCompiler:
             self._take(events, place, None)
             events.run_backward(segment, self._name, -self._resolved.freed_bytes.get(place, 0), host_s=self._host_s)
             if self._keeper is not None and place == self._keeper.segments[0]:
-                # The input and its gradient. Until here, the input counted as saved and the gradient as a temporary.
+                # The input and its gradient. Until here, the input was a saved tensor, and the gradient was a temporary.
                 events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
             if place in freed:
                 events.add(EventKind.FREE, tuple(freed[place]))
@@ -265,7 +265,7 @@ def _find_keeper(resolved: ResolvedLayer) -> Recompute | None:
 
 
 def _runs_dispatcher(recompute: Recompute) -> bool:
-    """Return whether a recompute runs a token dispatcher, as that of `layer` or `moe` does."""
+    """Return whether a recompute runs a token dispatcher, as `layer` and `moe` do."""
     unit = find_recompute_unit(recompute.unit)
     return unit is not None and _ROUTER in unit.covers
 

@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""Factor within which two times count as equal. Without it, rounding could hide a copy that ends exactly when it is polled."""
+"""Times that differ by less than this factor are equal, because rounding could hide a copy that ends when it is polled."""
 
 
 class Copy:
@@ -25,8 +25,8 @@ class Copy:
         self.traffic = traffic  # counters that the copy updates
         self.pass_ = pass_  # pass that submitted it
         self.label = label
-        self.start_s = math.inf  # time at which it became the first in its queue; infinite until then
-        self.end_s = math.inf  # time at which its last byte arrived; infinite until then
+        self.start_s = math.inf  # time at which the copy became the first in its queue; infinite until then
+        self.end_s = math.inf  # time at which the last byte arrived; infinite until then
 
 
 class CopyQueue:

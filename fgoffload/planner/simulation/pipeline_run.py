@@ -92,7 +92,7 @@ class RankPasses:
         self._busy_s: list[float] = []  # busy seconds of the passes before the skipped rounds
         self._numbers: list[list[float]] = []  # counters before and after the last simulated round
         self._skipped_s = self._skipped_waits_s = 0.0
-        """Seconds of the skipped rounds, which the clock of `run` does not include, and their waits."""
+        """Seconds of the skipped rounds and of their waits. The clock of `run` excludes both."""
 
     def run_on(self) -> None:
         """Run passes until all are done or the next one lacks its input."""

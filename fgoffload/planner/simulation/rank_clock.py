@@ -136,7 +136,7 @@ class RankClock:
             self._peak_at = (self._pass, label)
 
     def _note_memory(self, device_bytes: int) -> None:
-        """Record a memory sample. If several have the same time, the last one counts."""
+        """Record a memory sample. Of several samples with the same time, the last one is correct."""
         if self._timeline is not None:
             self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 

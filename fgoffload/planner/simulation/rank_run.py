@@ -24,8 +24,8 @@ from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGro
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 
 _NEARLY_DONE_PART = 0.005
-"""A copy to the host counts as nearly done if its remaining time is at most this fraction of the forward time. A plan waits for
-it, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
+"""A copy to the host is nearly done if its remaining time is at most this fraction of the forward time. A plan waits for a
+nearly done copy, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
 
 # Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
@@ -179,7 +179,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """Poll if any bundle is abandoned. The engine polls too, because it takes a copy's source for a referenced storage."""
+        """Poll if any bundle is abandoned. The engine polls too, because a copy's source looks like a referenced storage."""
         if self._abandoned:
             self.poll()
 

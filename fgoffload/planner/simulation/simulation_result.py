@@ -35,16 +35,16 @@ class Waits:
 class TagTraffic:
     """Traffic of one tag in a step on one rank, for layers of one kind with the same action."""
 
-    kind: str  # kind of the layers
-    tag: str  # if several tags save a tensor, it counts for the tag that offloads it
-    action: Action  # action of the tag
-    d2h_bytes: int = 0  # bytes to the host
-    h2d_bytes: int = 0  # bytes to the device
+    kind: str
+    tag: str  # the tag that offloads the tensors, if several tags save them
+    action: Action
+    d2h_bytes: int = 0
+    h2d_bytes: int = 0
     recalled_bytes: int = 0  # part of `d2h_bytes` that was still on the device when backward needed it
     kept_bytes: int = 0  # bytes that stayed on the GPU because the host budget was full
-    d2h_s: float = 0.0  # seconds of copies to the host
-    h2d_s: float = 0.0  # seconds of copies to the device
-    exposed_s: float = 0.0  # part of these seconds in which compute waited for the copies
+    d2h_s: float = 0.0
+    h2d_s: float = 0.0
+    exposed_s: float = 0.0  # part of `d2h_s` and `h2d_s` in which compute waited for the copies
 
     @property
     def hidden_s(self) -> float:
@@ -67,7 +67,7 @@ class Span(NamedTuple):
     label: str  # `F3 layers.12.expert_fc1`, `wait for the window`
     start_s: float
     end_s: float
-    size_bytes: int = 0  # bytes of a copy
+    size_bytes: int = 0  # 0 except for copies
 
 
 class MemorySample(NamedTuple):
@@ -103,16 +103,16 @@ class RankResult:
     end_bytes: int  # device bytes after the step and its copies
     loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without one
     host_peak_bytes: int  # peak host bytes
-    d2h_bytes: int  # bytes to the host
-    h2d_bytes: int  # bytes to the device
+    d2h_bytes: int
+    h2d_bytes: int
     recalled_bytes: int  # see `TagTraffic`
     kept_bytes: int  # see `TagTraffic`
     waits: Waits
     compute_s: float  # busy seconds of compute
     slowed_s: float  # part of `compute_s` that copies added
     recompute_s: float  # seconds of recompute, without concurrent copies
-    d2h_s: float  # seconds of copies to the host
-    h2d_s: float  # seconds of copies to the device
+    d2h_s: float
+    h2d_s: float
     tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
     timeline: RankTimeline | None = None
 

@@ -68,7 +68,7 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
         times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
         more = {"args": {"bytes": size_bytes}} if size_bytes else {}
         yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
-    # One counter event per change of memory. If several have the same time, viewers show the last one.
+    # One counter event per change of memory. If several events have the same time, viewers show the last one.
     shown: dict[str, int] = {}
     for at_s, device_bytes, host_bytes in rank.timeline.memory:
         if at_s > until_s:

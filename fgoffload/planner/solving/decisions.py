@@ -1,6 +1,6 @@
 """Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are per microbatch and layer. To find the cost of a decision we simulate the step without it, because
+Bytes and recompute times are per microbatch and layer. To find the cost of a decision, we simulate the step without it, because
 a wait may hide a recompute, and copies slow compute even if nothing waits for them.
 """
 
@@ -27,9 +27,9 @@ class Decision:
 
     rank: int  # pipeline rank
     chunk: int  # model chunk on the rank
-    kind: str  # kind of the layers
+    kind: str
     tag: str  # tag or unit
-    action: Action  # action of the tag or unit
+    action: Action
     layers: tuple[int, ...]  # numbers of the layers in the whole model
     moved_bytes: int  # offloaded bytes, per microbatch and layer
     freed_bytes: int  # device bytes that this action alone frees between forward and backward, per microbatch and layer
@@ -93,7 +93,7 @@ def price_decisions(
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in the order of a layer's forward."""
+    """Return the decisions of all ranks, chunk by chunk and kind by kind, in forward order."""
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
         decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)

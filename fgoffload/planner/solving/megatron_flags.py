@@ -1,6 +1,6 @@
 """Megatron's own flags for recompute and offload, and the equivalent plans.
 
-Flags apply to all layers, and the offload fraction to all sites of a chunk, so flags can express only a few plans.
+Flags apply to all layers, and the offload fraction applies to all sites of a chunk, so flags can express only a few plans.
 `list_baselines` returns common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
@@ -26,7 +26,7 @@ LAYER_INPUT = "layer_input"
 class FullMethod(enum.Enum):
     """Values of `--recompute-method`, which selects the layers of full recompute."""
 
-    UNIFORM = "uniform"  # all layers, each on its own: --recompute-num-layers 1
+    UNIFORM = "uniform"  # every layer separately: --recompute-num-layers 1
     BLOCK = "block"  # the first --recompute-num-layers layers of each model chunk
 
 

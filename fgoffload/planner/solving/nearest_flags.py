@@ -34,7 +34,7 @@ _MOST_CHECKS = 4
 class NearestFlags(NamedTuple):
     """The fastest flags within a budget, and their prediction."""
 
-    flags: MegatronFlags  # the flags
+    flags: MegatronFlags
     result: StepResult  # their simulated step
 
 

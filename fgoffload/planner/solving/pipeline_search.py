@@ -1,8 +1,8 @@
 """Searches for the best plan of all pipeline ranks: each rank alone first, then all together.
 
 Ranks with the same layers differ only in their microbatches in flight. We search the first and the last of them, and reuse the
-results for the others. Then we simulate the best states of all ranks together, because waits for neighbours shift copies and so
-change peaks. We repeat this with smaller budgets for ranks that exceed the budget.
+results for the other ranks. Then we simulate the best states of all ranks together, because waits for neighbours shift copies
+and so change peaks. We repeat this with smaller budgets for ranks that exceed the budget.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from fgoffload.planner.solving.states import State, list_slots, make_plan, read_
 _MOST_CORRECTIONS = 4
 """Maximum number of retries with a smaller budget for ranks that peak higher in the pipeline than alone."""
 
-_WALKED = 1.01  # minimum ratio of a rank's step to its baseline's for which walks are worthwhile
+_WALKED = 1.01  # no walks for a rank if its step takes less than this many times the baseline step
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Minimum and maximum number of simulations in the walks of one rank."""
@@ -40,7 +40,7 @@ class Candidate:
     result: StepResult  # prediction for this plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
-        """Return the sort key, lower is better: bytes above the budget, step time, rows of the plan."""
+        """Return a sort key, for which lower is better: bytes above the budget, step time, rows of the plan."""
         return (max(self.result.peak_bytes - budget_bytes, 0), round(self.result.step_s, 9), len(self.plan.actions))
 
 
@@ -155,7 +155,7 @@ class PipelineSearch:
             simulations = left // max(search.layer_passes, 1)
             if simulations < _FEWEST_WALKED:
                 return
-            # The last rank gets all remaining simulations, each other rank half of them.
+            # Each rank gets half of the remaining simulations, and the last rank gets all of them.
             own = max(_FEWEST_WALKED, simulations if place == len(walked) else simulations // 2)
             if search.kept.peak_bytes > budget_bytes:
                 LocalSearch(search, budget_bytes).run(min(own, _MOST_WALKED))

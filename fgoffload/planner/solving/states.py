@@ -23,9 +23,9 @@ class LayerSlot(NamedTuple):
     """A layer of a rank, with the numbers that the solver needs to choose its treatment."""
 
     chunk: int  # model chunk on the rank
-    number: int  # number of the layer in the whole model
-    layer: LayerModel  # kind of the layer
-    microbatches: int  # microbatches of a step
+    number: int  # number in the whole model
+    layer: LayerModel
+    microbatches: int  # per step
     in_flight: int  # microbatches in flight when the layers together hold the most bytes
 
 

@@ -12,7 +12,7 @@ class SiteAction:
     """One row of a plan: a site and its action."""
 
     site: Site  # layer and tag
-    action: Action  # action of the site
+    action: Action
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,8 +44,8 @@ def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
     rows = edge.gathered_bytes
     weights = edge.vocab_size // edge.tensor_parallel_size * edge.hidden_size
     ring = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size)
-    # Each rank looks up its own rows. With sequence parallelism they are reduce-scattered, and the gradient is gathered;
-    # without it they are all-reduced, and every rank has the whole gradient.
+    # Each rank looks up its own rows. With sequence parallelism, ranks reduce-scatter the rows and gather the gradient.
+    # Otherwise, they all-reduce the rows, and every rank has the whole gradient.
     summed, gather = (ring, ring) if edge.has_sequence_parallel else (2 * ring, ())
     # Forward reads and writes rows. Backward zeroes a gradient of all weights, adds rows to it, and adds it to the fp32 sum.
     forward = PassWork((make_moves(2 * rows, kernels=3),), traffic=summed)

@@ -11,7 +11,7 @@ from fgoffload.planner.checks import check_part, check_rate
 
 ASSUMED_MEMORY = 0.80
 """Assumed fraction of the device's memory bandwidth that kernels reach, slightly below the 0.90 of copies within an H100. With
-it, predicted steps of W2 match measured ones on H200s."""
+it, predicted steps of W2 match measured steps on H200s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,7 +40,7 @@ class Link:
         if self.duplex_bytes_per_s is not None and alone and self.duplex_bytes_per_s > min(alone):
             raise ConfigError(
                 f"duplex_bytes_per_s {self.duplex_bytes_per_s:g} is above {min(alone):g}, the rate of the slower "
-                "direction alone. Use the rate per direction while both are busy, or that lower one."
+                "direction alone. Use the rate per direction while both are busy, or at most the slower rate."
             )
         if not isinstance(self.is_measured, bool):
             raise ConfigError(f"is_measured {self.is_measured!r} must be true or false.")
@@ -56,9 +56,9 @@ class Hardware:
     reserves: torch reports 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64 GiB."""
     device_memory_bytes_per_s: float | None = None  # device memory bandwidth, in bytes per second
     memory_efficiency: float | None = None
-    """Measured fraction of that bandwidth that the kernels of a step reach, above 0 and at most 1. Defaults to
+    """Measured fraction of the memory bandwidth that a step's kernels reach, above 0 and at most 1. Defaults to
     `Efficiency.memory`."""
-    compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper's (`Efficiency`)
+    compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper (`Efficiency`)
     bf16_flop_per_s: float | None = None
     """Dense bf16 FLOP per second. fp16 runs at the same rate on all devices in the table."""
     fp8_flop_per_s: float | None = None  # dense fp8 FLOP per second; also None on devices without fp8
@@ -66,7 +66,7 @@ class Hardware:
     link: Link = dataclasses.field(default_factory=Link)  # link to the host
     nvlink_bytes_per_s: float | None = None
     """Total bytes per second from a device to the rest of its domain, one way, over NVLink or AMD's Infinity Fabric. If None
-    (no such link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
+    (no link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
     reaches n - 1 times this. Defaults to all of `nvlink_bytes_per_s`."""
@@ -122,7 +122,7 @@ def get_hardware(name: str) -> Hardware:
     Case, spaces and dashes do not matter.
 
     Raises:
-        ConfigError: The table has no such device. The error suggests the nearest name.
+        ConfigError: The device is not in the table. The error suggests the nearest name.
     """
     if (found := find_hardware(name)) is not None:
         return found

@@ -1,7 +1,7 @@
 """Converts frozen dataclasses to JSON and back, driven by the types of their fields.
 
-Fields may be numbers, strings, booleans, enums (stored by value), other such dataclasses, tuples of these, mappings with string
-keys, and None if the type allows it.
+Fields may be numbers, strings, booleans, enums (stored by value), other frozen dataclasses, tuples of these, mappings with
+string keys, and None if the type allows it.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
 
 
 def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. It is empty for the document."""
+    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. The path is empty for the document."""
     place = where or "the document"
     fields = check_fields(kind, value, place)
     hints = typing.get_type_hints(kind)

@@ -15,7 +15,7 @@ H2D_SHARE = 53e9 / _NOMINAL_BYTES_PER_S
 """Fraction of the nominal rate that copies to the device reach. Source: 53 GB/s, on the same H100."""
 
 DUPLEX_SHARE = 33.5e9 / 47e9
-"""Rate per direction while both are busy, relative to the slower one alone. Source: 33.5 GB/s each way, on the same H100."""
+"""Rate per direction while both are busy, relative to the slower direction alone. Source: 33.5 GB/s on the same H100."""
 
 COPY_LATENCY_S = 5e-6
 """Seconds before the first byte of a copy moves. Source: copies of 64 KiB ran at 9.7 GB/s on the same H100, 6.8 us each. At the
@@ -29,7 +29,7 @@ copies do not slow down kernels. On an H100 and H200s, copies slow down a long m
 def make_link_model(hardware: Hardware) -> LinkModel:
     """Return the simulator's model of the link of `hardware`.
 
-    Nominal rates are multiplied by the fractions above, measured rates are not. If the duplex rate was not measured, it is
+    Nominal rates are multiplied by the fractions above, and measured rates are not. If the duplex rate was not measured, it is
     estimated as a fraction of the slower direction's rate.
     """
     link = hardware.link

@@ -22,7 +22,7 @@ class NetworkRates:
     network_bytes_per_s: float  # rate to ranks of other domains
 
     def get_nvlink_rate(self, ranks: int) -> float:
-        """Return the rate of a rank in a group of `ranks` within the domain. Without a switch, it uses only links to them."""
+        """Return a rank's rate in a group of `ranks` in the domain. Without a switch, only links to the group are used."""
         if self.peer_bytes_per_s is None:
             return self.nvlink_bytes_per_s
         return min(self.nvlink_bytes_per_s, self.peer_bytes_per_s * max(1, ranks - 1))

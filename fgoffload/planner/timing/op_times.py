@@ -1,7 +1,7 @@
 """Builds the model of a layer, with the times of its segments, from its shape and a device.
 
 A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short gap. If the kernels of a layer are faster than their launches, the launch time counts instead.
+plus a short gap. A layer takes at least the time that the host needs to launch its kernels.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return the launches of each segment in its `forward` or `backward`. A graph counts for its first segment."""
+    """Return the launches of each segment in its `forward` or `backward`. The first segment counts a graph's launch."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
@@ -111,8 +111,8 @@ def list_layer_work(shape: LayerShape, execution: Execution = DEFAULT_EXECUTION)
 class Clock:
     """Predicts how long work takes on a device."""
 
-    hardware: Hardware  # the device
-    efficiency: Efficiency = DEFAULT_EFFICIENCY  # efficiency of kernels
+    hardware: Hardware
+    efficiency: Efficiency = DEFAULT_EFFICIENCY
 
     @property
     def memory_bytes_per_s(self) -> float:
@@ -228,7 +228,7 @@ def _replace(segments: Sequence[Segment], name: str, **fields: HostWait | float)
 
 
 def _make_mtp_works(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, SegmentWork]:
-    """Return the work of multi-token prediction around its layer: two norms and a projection before, a norm after."""
+    """Return the work of multi-token prediction around its layer: two norms and a projection before it, a norm after it."""
     sizes = LayerSizes(shape)
     linear = make_linear(shape, sizes.rows, 2 * shape.hidden_size, shape.hidden_size // shape.tensor_parallel_size)
     norms, sides = make_moves(4 * sizes.hidden, kernels=2), make_moves(4 * sizes.hidden)

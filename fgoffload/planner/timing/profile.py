@@ -52,7 +52,7 @@ class RankProfile:
     step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
     step_end_s: float = 0.0  # seconds of the step after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements of an offloaded storage, as configured for the run. Smaller ones stay on the GPU."""
+    """Minimum number of saved elements of an offloaded storage, as configured for the run. Smaller storages stay on the GPU."""
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:

@@ -157,5 +157,5 @@ def test_the_engine_is_notified_of_the_step_that_a_full_iteration_graph_captures
 def test_replaying_a_graph_after_removing_its_engine_raises(monkeypatch):
     with graphed(monkeypatch, ["attn"], make_config("core_attn")) as training:
         training.trainer.integration.remove()
-        with pytest.raises(StateError, match="captured with activation offload, which was removed since"):
+        with pytest.raises(StateError, match="captured with activation offload, which has been removed since"):
             training.trainer.run_step()

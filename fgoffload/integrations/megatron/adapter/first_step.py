@@ -65,8 +65,8 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
             )
         elif not has_sites:
             raise IntegrationError(
-                f"--offload-modules {tag!r} has no site in this model on any rank, so it has no effect. Leave it out, or "
-                "choose a layer implementation with that module."
+                f"--offload-modules {tag!r} has no site in this model on any rank, so it has no effect. Remove the "
+                "tag, or choose a layer implementation that has its module."
             )
         elif is_offloaded and not has_saved:
             raise IntegrationError(

@@ -12,7 +12,7 @@ _OFFSET = "_fgoffload_number_offset"
 
 
 def list_layers(block: Any) -> Iterator[tuple[Any, int, Any]]:
-    """Yield each attention layer of `block`, with its stack and its index there. Also store the offsets of MTP stacks.
+    """Yield each attention layer of `block`, with its stack and its index in the stack. Also store the offsets of MTP stacks.
 
     If an MTP depth has one layer, the block itself is the stack.
     """

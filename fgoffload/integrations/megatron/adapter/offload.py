@@ -125,7 +125,7 @@ class MegatronOffload:
         """Restore Megatron's symbols, and free all memory that no autograd graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                self.measurement.close()  # first, because its wrappers enclose those that `_undo` removes
+                self.measurement.close()  # before `_undo`, because its wrappers enclose those that `_undo` removes
             self._undo()
         finally:
             self._open.clear()
@@ -149,7 +149,7 @@ class MegatronOffload:
     # Progress of forward.
 
     def begin_microbatch(self, chunk: int, *, most_in_flight: int | None = None) -> None:
-        """Begin a forward of model chunk `chunk`. An evaluation without grad mode does not count as a microbatch.
+        """Begin a forward of model chunk `chunk`. An evaluation without grad mode is not counted as a microbatch.
 
         At most `most_in_flight` groups of each tag may be in flight to the host before compute waits.
         """
@@ -200,15 +200,15 @@ class MegatronOffload:
         return lane
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> _Context:
-        """Return a context in which the measurement, if any, observes the forward of `model`, model chunk `chunk`."""
+        """Return a context manager in which the measurement, if any, observes the forward of chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
         return self.measurement.watch_model(model, chunk)
 
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> _Context:
-        """Return the context in which the current layer's forward runs. It records or watches the layer's saves as needed.
+        """Return the context manager for the current layer's forward. It records or watches the layer's saves as needed.
 
-        With `has_parts`, the layer also calls `watch_attention`, which can watch attention alone.
+        If `has_parts`, the layer also calls `watch_attention`, which can watch attention alone.
         """
         if self.measurement is not None and self.measurement.is_recording:
             return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
@@ -223,7 +223,7 @@ class MegatronOffload:
         return contextlib.nullcontext()
 
     def watch_attention(self) -> _Context:
-        """Return the context for the current layer's attention. It watches saves in layers that watch only attention."""
+        """Return a context manager for the current layer's attention, which watches saves if only attention is watched."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
         return self.engine.watch(self._lane)
@@ -250,7 +250,7 @@ class MegatronOffload:
             self.engine.expect_backward(self._lane, window_bytes=None if plan is None else plan.loss_window_bytes)
 
     def watch(self) -> _Context:
-        """Return a context for forward code outside the layers. See `OffloadEngine.watch`."""
+        """Return a context manager for forward code outside the layers. See `OffloadEngine.watch`."""
         return contextlib.nullcontext() if self._lane is None else self.engine.watch(self._lane)
 
     def list_sites(self) -> list[Site]:
@@ -264,7 +264,7 @@ class MegatronOffload:
 
         To use a site of your own, register and select its tag first.
         """
-        # First, because a recompute in backward also calls this method.
+        # Checked first, because a recompute in backward also calls this method.
         if tag not in self.selected or is_inert():
             return None
         if is_capturing():
@@ -295,9 +295,9 @@ class MegatronOffload:
             self.end(region, may_wait=may_wait)
 
     def end(self, region: Region | CapturedRegion, *, may_wait: bool = False) -> None:
-        """End `region`, and offload its saves now, or at the next flush if groups are delayed.
+        """End `region`. Its saves are offloaded now, or at the next flush if groups are delayed.
 
-        With `may_wait`, an offload after a layer's CUDA graph is delayed until the next graph launch, even if
+        If `may_wait`, an offload after a layer's CUDA graph is delayed until the next graph launch, even if
         `delay_offload_until_cuda_graph` is off.
         """
         is_delayed = self.graphs.is_replaying and (may_wait or self.config.delay_offload_until_cuda_graph)

@@ -26,7 +26,7 @@ class LayerSites:
     number: int
     """Number of the layer in the whole model, from 0."""
     tags: tuple[str, ...]
-    """Selected tags that have a site in the layer, in the order of forward."""
+    """Selected tags that have a site in the layer, in forward order."""
     fused: tuple[str, ...]
     """Selected tags whose module is fused into another module."""
     units: tuple[str, ...]
@@ -106,7 +106,7 @@ class SiteActions:
     def find_offloaded(self, chunk: int, layer: int, tag: str) -> Site | None:
         """Return the site of `tag` in a layer if it is offloaded, or None if its tensors stay on the GPU.
 
-        An unregistered site is registered first. It may be a user's own site, or belong to a layer outside the blocks.
+        An unregistered site, such as a user's own site or one in a layer outside the blocks, is registered first.
         """
         key = (chunk, layer, tag)
         if key not in self._offloaded:
@@ -184,7 +184,7 @@ class RankBalance:
         self._groups: list[tuple[Site, Group]] = []
         """Sites and groups of the first step. Their offloaded bytes are counted at the end of the step."""
         self._site_bytes: dict[Site, float] = {}
-        """Offloaded bytes of each site per microbatch in the first step, in the order of forward."""
+        """Offloaded bytes of each site per microbatch in the first step, in forward order."""
         self._microbatches = 0
         """Microbatches per step for which the kept sites were chosen; 0 during the first step."""
 

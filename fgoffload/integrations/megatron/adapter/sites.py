@@ -25,7 +25,7 @@ _SAVE_ORIGINAL_INPUT = "save_original_input"
 
 
 def find_tags(layer: Any, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return the `selected` tags that have a site in a Megatron layer, in the order of forward.
+    """Return the `selected` tags that have a site in a Megatron layer, in forward order.
 
     The layer's attributes show which of Megatron's own sites are on. Our own sites depend on the layer's modules. The result
     excludes `layer_input`, which depends on recompute.
@@ -123,15 +123,15 @@ def has_op_fuser(module: Any) -> bool:
 
 
 def is_quantized(config: Any) -> bool:
-    """Return whether the linears of a model with this config compute in FP8 or FP4."""
+    """Return whether this config makes the model's linears compute in FP8 or FP4."""
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
     """Choose whether the grouped linears of `experts` save their whole input or a tensor per expert.
 
-    In bf16, they save the whole input. Views for 16 experts take no less memory, but cost the host 2 ms more per layer and
-    microbatch. The device is idle meanwhile, because the host has just waited for the routing. In FP8, they save a tensor per
+    With bf16, they save the whole input. Views for 16 experts take no less memory, but cost the host 2 ms more per layer and
+    microbatch. The device is idle meanwhile, because the host has just waited for the routing. With FP8, they save a tensor per
     expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
 
     Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.

@@ -82,7 +82,7 @@ class AutoOffload(StepMeasurement):
         self._measured: MeasuredStep | None = None
         self._link: LinkProfile | None = None
         self._static_bytes = 0
-        """Allocated bytes when the measured step begins, or bytes of parameters and gradients if those cannot be counted."""
+        """Allocated bytes when the measured step begins, or bytes of parameters and gradients on a device without counters."""
         self._staying: Layers | None = None
         """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0
@@ -147,7 +147,7 @@ class AutoOffload(StepMeasurement):
             self._peak_bytes = self._memory.count_peak()
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context that records a layer, and offloads it if it does not fit. See [Note: A step that does not fit]."""
+        """Return a context manager that records a layer and may offload it. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
         self._is_offloaded = recorder is not None and not (may_stay and self._has_room(recorder))
@@ -157,7 +157,7 @@ class AutoOffload(StepMeasurement):
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region that records a site. If the layer is offloaded, it wraps the engine's region."""
+        """Return a region that records a site. It wraps the engine's region if the layer is offloaded."""
         if self._recorder is None or not self._is_offloaded:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))
@@ -198,7 +198,7 @@ class AutoOffload(StepMeasurement):
         return None
 
     def _take_measurement(self) -> ProcessMeasurement:
-        rank = self.take_profile()  # first, because the measured step ends here
+        rank = self.take_profile()  # before the exchange, because the measured step ends here
         if self._link is None:
             self._link = measure_link(self._device, sizes=QUICK_SIZES)
         if self._first_tried is not None:
@@ -336,7 +336,7 @@ class AutoOffload(StepMeasurement):
         found = gather((self._get_rank(), own_peak_bytes))
         peak_bytes = max(one_bytes for _, one_bytes in found)
         self._checked_peaks = {rank: max(one_bytes for one, one_bytes in found if one == rank) for rank in planned.peaks}
-        # Also counts if the peak is below the budget, because the next plan may use the whole budget.
+        # A peak above the prediction matters even below the budget, because the next plan may use the whole budget.
         self._excess_bytes = max(
             self._excess_bytes, *(self._checked_peaks[rank] - planned.peaks[rank] for rank in planned.peaks)
         )

@@ -3,7 +3,7 @@
 [Note: Memory that a plan leaves free]
 If a step exceeds its predicted peak, the next plan leaves the excess free. The excess depends on the measurement: predictions
 from the first step may be far too high, because host memory was still being pinned and offloads were slow. So we keep the
-measured peaks of a plan. A newer measurement predicts peaks for the same plan, and its own plan leaves the difference free.
+measured peaks of a plan. A newer measurement predicts peaks for the same plan, and the next plan leaves the difference free.
 
 [Note: Two plans]
 The first step of a run is cold: kernels are loaded, the allocator grows, and host memory is pinned, so it takes longer than

@@ -6,11 +6,11 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags are the words after the Python script in the last command that starts one. Without such a command, they are the words
-of arrays and of strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults, integer
-arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as `source` and
-loops, is skipped. One warning lists the skipped commands, and branches that depend on an unassigned variable. An unassigned
-variable is left as written, but is empty in a condition.
+The flags are the words after the Python script in the last command that starts one. Without a command that starts one, they are
+the words of arrays and of strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults,
+integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as
+`source` and loops, is skipped. One warning lists the skipped commands, and branches that depend on an unassigned variable. An
+unassigned variable is left as written, but is empty in a condition.
 """
 
 import itertools
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Word that ends a block, by the word that begins it."""
+"""Word that ends a block, keyed by the word that begins the block."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a new command begins."""
@@ -130,7 +130,7 @@ class Script:
             self._skip(words, self._variables.expand_whole(first))
 
     def _read_launch(self, texts: Sequence[str]) -> bool:
-        """Store the flags after the Python script in a command. Return whether the command has such flags."""
+        """Store the flags after the Python script in a command. Return whether the command has flags."""
         # `bash -c` takes its command as one word.
         words = zip(("", *texts), texts, strict=False)
         texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
@@ -243,7 +243,7 @@ def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
 
 
 def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
-    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which counts as true."""
+    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which is true."""
     parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):

@@ -19,7 +19,7 @@ DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 """Bytes per element, by the dtype names in Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-"""Sharding strategies of Megatron-FSDP. Each shards more than the previous one."""
+"""Sharding strategies of Megatron-FSDP. Each strategy shards more than the previous one."""
 
 _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
@@ -53,7 +53,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients count.
+    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients are counted.
 
     Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.

@@ -30,10 +30,10 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 _NEAREST_CUTOFF = 0.75
-"""Minimum similarity of a suggestion, from 0 to 1 as `difflib` counts. Less similar suggestions mislead."""
+"""Minimum similarity of a suggestion, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`. argparse accepts only `-1` and `-.5`, and treats others as flags."""
+"""Matches values such as `-1e-3` and `-1MiB`. argparse accepts only `-1` and `-.5`, and treats other values as flags."""
 
 
 def whole_number(text: str) -> int:

@@ -52,7 +52,7 @@ def _read_sizes(words: Sequence[str]) -> Sizes:
         name, equals, value = word.partition("=")
         if name.startswith("-") and (key := keys.get(name.lstrip("-").replace("-", "_"))):
             number = (value if equals else following).rpartition(":")[2]
-            # The first option counts: a later one may be inside `$(srun --nodes=1 ...)`.
+            # The first option is used, because a later one may be inside `$(srun --nodes=1 ...)`.
             sizes.setdefault(key, int(number) if number.isdecimal() else None)
     return sizes
 

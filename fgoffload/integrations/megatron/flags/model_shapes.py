@@ -46,7 +46,7 @@ num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_c
 moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
 q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """
-"""Fields of a model and its layers that have the name of their flag, with `_` for `-`."""
+"""Model and layer fields named after their flags, with `_` for `-`."""
 
 _SET_BY_CONFIGURATION = """
 num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
@@ -63,7 +63,7 @@ _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1. For `kv_lora_rank` the two disagree."""
+"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1, which have different defaults for `kv_lora_rank`."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """Vocabulary size of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer determines it."""

@@ -53,7 +53,7 @@ def make_parallelism(
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
     plan uses the minimum number of ranks that holds the model and its experts. Without `--global-batch-size`, a step has one
-    microbatch, as in Megatron, or with `fills_pipeline` enough microbatches to fill the pipeline.
+    microbatch, as in Megatron. With `fills_pipeline`, it has enough to fill the pipeline.
 
     Raises:
         ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.

@@ -170,7 +170,7 @@ class _Scanner:
 
 
 class Variables:
-    """Variables that a script has assigned so far, and `known` ones, such as the environment's."""
+    """Variables that a script has assigned so far, and `known` variables, such as the environment's."""
 
     def __init__(self, source: str, known: Mapping[str, str]) -> None:
         self._source = source

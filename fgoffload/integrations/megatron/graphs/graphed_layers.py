@@ -132,8 +132,8 @@ class _RemovedGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
-            "This CUDA graph was captured with activation offload, which was removed since, so its saved tensors are gone. "
-            "Capture it again (`TECudaGraphHelper.create_cudagraphs`)."
+            "This CUDA graph was captured with activation offload, which has been removed since, so its saved tensors "
+            "are gone. Capture it again (`TECudaGraphHelper.create_cudagraphs`)."
         )
 
     replay = __call__

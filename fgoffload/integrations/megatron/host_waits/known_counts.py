@@ -52,14 +52,14 @@ class _StoredCounts:
         """Whether the current forward or recompute is past its first dispatcher."""
 
     def choose(self, count: Any) -> Any:
-        """Return the count for the dispatcher. In a recompute, it is the known one, because `count` may be in flight."""
+        """Return the count for the dispatcher. A recompute gets the known count, because `count` may be in flight."""
         if self.is_past_first:
             return count
         if self.position is None:
             self.counts.append(count)
             return count
         if self.position == len(self.counts):
-            raise StateError("A recompute requested more token counts than its forward, so the model changed in between.")
+            raise StateError("A recompute requested more token counts than its forward, so the model has changed since.")
         known = self.counts[self.position]
         self.position += 1
         self.requested.append((known, count))
@@ -102,7 +102,7 @@ class KnownCounts:
                     )
 
     def _checkpoint(self, original: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        # Modules, such as the shared experts, dispatch no tokens. They are not wrapped: Transformer Engine inspects them.
+        # A checkpointed module, such as the shared experts, dispatches no tokens, and Transformer Engine inspects its type.
         if is_in_backward() or not torch.is_grad_enabled() or not may_query() or isinstance(function, torch.nn.Module):
             return original(function, *args, **kwargs)
         return original(self._reuse_counts(function), *args, **kwargs)

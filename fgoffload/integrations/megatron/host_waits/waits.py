@@ -52,7 +52,7 @@ HELD_WAITS = (
     ),
     HeldWait("MoEFlexTokenDispatcher", "dispatch_postprocess"),
 )
-"""Waits in the order of forward. Groups are held until the last one is over."""
+"""Waits in forward order. Groups are held until the last wait is over."""
 
 
 def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:

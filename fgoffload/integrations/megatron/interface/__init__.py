@@ -33,7 +33,7 @@ _GENERATIONS: dict[str, Callable[[Calls], dict[str, Any]]] = {
     "group_offload": make_development_methods,
     "group_commit": make_released_methods,
 }
-"""Functions that return all replacement methods of a generation. The key is the method that ends a group in it."""
+"""Functions that return all replacement methods of a generation, keyed by the method that ends a group in that generation."""
 
 
 def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffload]) -> None:

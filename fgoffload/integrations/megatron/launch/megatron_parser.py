@@ -20,13 +20,13 @@ _MODULE = "megatron.training.arguments"
 
 
 class _ParserIsComplete(BaseException):
-    """Ends Megatron-LM's `parse_args` before it parses. It is no `Exception`, so error handlers do not catch it."""
+    """Ends Megatron-LM's `parse_args` before it parses. It is not an `Exception`, so error handlers do not catch it."""
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of all Megatron-LM flags, from `words` or defaults. None without a parser, or if it rejects `words`.
+    """Return the values of all Megatron-LM flags, from `words` or defaults.
 
-    This imports Megatron-LM's training code, which the script imports anyway. The script itself reports rejected words.
+    Return None without a parser, or if the parser rejects `words`. This imports code that the script imports too.
     """
     parser = _find_parser()
     if parser is None:

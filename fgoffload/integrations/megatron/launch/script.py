@@ -44,7 +44,7 @@ class OwnFlags:
 def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False) -> OwnFlags:
     """Split `words` into our flags and the script's words.
 
-    A `--` and all words after it belong to the script. `makes_trainers` is for the warnings: whether the script has a Trainer.
+    A `--` and all words after it belong to the script. `makes_trainers` is true if the script creates a Trainer.
 
     Raises:
         ConfigError: One of our flags has an invalid value.

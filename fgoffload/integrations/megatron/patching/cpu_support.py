@@ -4,7 +4,7 @@
         ...  # build and train a GPTModel of the local layer spec
 
 Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
-CPU, with Gloo between processes. Calls for CUDA's random state use the CPU's, so recompute repeats dropout correctly.
+CPU, with Gloo between processes. Calls for CUDA's random state get the CPU's state, so recompute repeats dropout correctly.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 @contextlib.contextmanager
 def _fork_if_layers_are_sharded(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Use the random state `name` inside if several ranks hold shards of a layer, because they need different numbers."""
+    """Use the random state `name` in the body if ranks hold shards of a layer, because shards need different numbers."""
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -161,7 +161,7 @@ def _mark_for_sequence_parallelism(original: Any) -> Any:
 
 
 class _InlineStream:
-    """CPU substitute for a CUDA stream: all work is done when it is queued."""
+    """CPU substitute for a CUDA stream: work runs as soon as it is queued."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Wraps functions and methods, also those of a single object, until their `Patches` are removed."""
+"""Wraps functions and methods, including those of a single object, until their `Patches` are removed."""
 
 import functools
 import types

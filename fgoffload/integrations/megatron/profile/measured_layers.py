@@ -67,7 +67,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Co
     """Return `layer`, which was offloaded while it was timed, with values from other layers of its kind.
 
     Its times include copies, which a plan counts separately, so it gets the mean times of layers that stayed on the GPU, if
-    any. Its temporary bytes are unknown, because the counters include offloaded bytes. It gets the maximum of its kind.
+    any. Its temporary bytes are unknown, because the counters include offloaded bytes, so it gets the maximum of its kind.
     """
     alike = [other for other in layers if _is_same_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in offloaded] or [layer]
@@ -95,7 +95,7 @@ def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
     """Return the maximum bytes per microbatch saved outside layers, or in layers but still referenced elsewhere.
 
-    With `is_last`, only storages saved after the layers count; without it, all others.
+    If `is_last`, only storages saved after the layers are counted; otherwise, all other storages are.
     """
     found: dict[int, int] = {}
     for run in runs:
@@ -120,7 +120,7 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Select the runs to take times from, among the runs of one layer or of the code outside layers."""
+    """Select the runs whose times are used, from the runs of one layer or of the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch is a warm-up and reads the memory counters.
     timed = [run for run in runs if run.microbatch > first] or runs
@@ -189,7 +189,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return the names of the saved tensors, by key: the first segment that saves the tensor, and its number there."""
+        """Return the names of the saved tensors, by key: the first segment that saves each, and its number in the segment."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():
@@ -211,7 +211,7 @@ class _LayerBuilder:
         tensors = []
         for key, name in self._names.items():
             record = self._run.saved[key]
-            # A tensor without a tag gets the name of its first segment as one. No flag selects this name.
+            # A tensor without a tag gets the name of its first segment as its tag. No flag selects this name.
             tags = tuple(record.tags) or tuple(record.segments)[:1]
             tensors.append(
                 SavedTensor(

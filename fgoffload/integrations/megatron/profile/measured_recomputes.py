@@ -95,7 +95,7 @@ class UnitBuilder:
         )
 
     def _count_copy(self, seconds: float, size_bytes: int) -> dict[str, Any]:
-        """Return the cost of copying an output into place. It always applies in FP8, otherwise only under Megatron's flags."""
+        """Return the cost of copying an output into place. Without FP8, only Megatron's own checkpoint copies."""
         kind = "extra" if self.facts.is_quantized else "copy"
         return {f"{kind}_s": seconds, f"{kind}_bytes": size_bytes}
 

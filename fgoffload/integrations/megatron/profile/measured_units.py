@@ -4,7 +4,7 @@
 A checkpoint sums the gradients of its input separately and passes on the sum. If other modules use that input too, a step
 without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
 unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of
-the original forward, which is always bitwise identical. In FP8, Megatron's checkpoints replace `reruns.py`.
+the original forward, which is always bitwise identical. With FP8, units use Megatron's checkpoints instead of `reruns.py`.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ class LayerFacts:
     wait: HostWait | None
     """How the host synchronizes before it launches the experts."""
     is_quantized: bool = False
-    """Whether the linears use FP8. If so, Megatron's checkpoints replace `reruns.py`."""
+    """Whether the linears use FP8. If so, units use Megatron's checkpoints instead of `reruns.py`."""
     has_sequential_experts: bool = False
     """Whether the layer runs one expert after another instead of grouped linears."""
 
@@ -105,7 +105,7 @@ def _find_run(get_recorder: GetRecorder) -> Run | None:
 def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     run = _find_run(get_recorder)
     if run is not None:
-        # The site may enclose the module, as Megatron's do, or be inside it, as ours are.
+        # Megatron's sites enclose the module. Our sites are inside it.
         around = run.current
         tensors = list(list_tensors((args, kwargs)))
         run.modules[unit] = ModuleRecord(

@@ -33,7 +33,7 @@ _STALL_S = 2e-3
 """Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
-"""Number of stalled microbatches per chunk. Only their times count, and the first one's only if it is the only microbatch."""
+"""Number of stalled microbatches per chunk. Only their times are used. The first is a warm-up, used if there is no other."""
 
 FIRST, LAST = "first", "last"
 """Segments of a model chunk before and after its layers."""
@@ -82,7 +82,7 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Record the input of the site. Unpacked tensors show the position of backward, so this adds no marker to the graph."""
+        """Record the input of the site. Unpacked tensors show the position of backward, so no mark is needed."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
@@ -162,7 +162,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer with the input `hidden`. `inner` is the engine's context if the layer is offloaded."""
+        """Record the forward of a layer with the input `hidden`. `inner`, if any, offloads its saved tensors."""
         run = self._add_run(chunk, number=number)
         if inner is not None:
             run.is_offloaded, run.is_sampled = True, False
@@ -243,7 +243,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Exclude the time of the code inside from the running segment."""
+        """Exclude the time of the body from the running segment."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:
@@ -266,7 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Reading the counters is slow, so only the first microbatch does. Its times do not count if there are others.
+        # Reading the counters is slow, so only the first microbatch does. Its times are not used if there are others.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES

@@ -47,7 +47,7 @@ class StepMeasurement:
 
     Args:
         device: Device of the model.
-        min_offloaded_numel: Minimum number of elements. Smaller storages stay on the GPU under any plan.
+        min_offloaded_numel: Storages with fewer saved elements stay on the GPU under any plan.
         use_plan: Function that makes the integration offload according to a plan.
         observers: Ledgers that count the saves and unpacks of a recorded step.
     """
@@ -151,14 +151,14 @@ class StepMeasurement:
             self.state = MeasurementState.RECORDED
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the forward of a model chunk."""
+        """Return a context manager for the forward of a model chunk."""
         self._models.add(model)
         if self._recorder is None or not self.is_recording:
             return contextlib.nullcontext()
         return self._recorder.model(chunk)
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Return a context for the forward of a layer with the input `hidden`, while a step is recorded."""
+        """Return a context manager for the forward of a layer with the input `hidden`, while a step is recorded."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
@@ -166,7 +166,7 @@ class StepMeasurement:
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for work outside the model, whose time is not recorded."""
+        """Return a context manager for work outside the model, whose time is not recorded."""
         return self._recorder.apart() if self._recorder is not None and self.is_recording else contextlib.nullcontext()
 
     # Results.
@@ -174,7 +174,7 @@ class StepMeasurement:
     def take_profile(self) -> RankProfile:
         """Return the profile of the recorded step and drop its records. The host blocks until the step is done.
 
-        All allocated bytes count as static, so call this after the autograd graphs of the step are freed.
+        All allocated bytes are reported as static memory, so call this after the autograd graphs of the step are freed.
 
         Raises:
             StateError: No step has been recorded since the last call.

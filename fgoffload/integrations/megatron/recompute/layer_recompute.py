@@ -1,8 +1,8 @@
 """Recomputes the planned units of each layer in backward.
 
-If a Megatron module has a recompute attribute, we set it in the planned layers. If it then uses `CheckpointWithoutOutput`,
-`checkpoints.py` replaces that. Whole layers use Megatron's checkpoint, or in FP8 Transformer Engine's, which also restores the
-scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` recomputes token permutations.
+If a Megatron module has a recompute attribute, we set it in the planned layers, and `checkpoints.py` replaces the module's
+`CheckpointWithoutOutput`. Whole layers use Megatron's checkpoint. With FP8, they use Transformer Engine's, which also restores
+the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` recomputes token permutations.
 """
 
 import contextlib
@@ -118,7 +118,7 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        # Attention modules that are not Megatron's `Attention` lack the method, which is needed only in FP8.
+        # Attention modules that are not Megatron's `Attention` lack the method, which is needed only with FP8.
         prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
         if prepare_attention is not None or not is_quantized(layer.config):
             add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)

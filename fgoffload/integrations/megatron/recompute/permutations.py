@@ -5,7 +5,7 @@
 
 Without the recompute, the first linear saves its input, which has a copy of each token for each of the token's experts. The
 recompute needs only the router's input, which the router saves anyway. It only copies data, so results are bitwise identical.
-The output is not emptied as in other units. The first linear does not save it (`detached_outputs.py`), so it is freed when
+Unlike in other units, the output is not emptied. The first linear does not save it (`detached_outputs.py`), so it is freed when
 Megatron's `MoELayer` returns.
 
 [Note: Supported layers]

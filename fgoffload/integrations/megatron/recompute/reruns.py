@@ -17,7 +17,7 @@ place before its last use is not emptied, because a recompute would not repeat t
 
 [Note: Ownership]
 The graph holds the placeholders of dropped tensors and outputs, and these hold the rerun. The rerun holds its packed inputs,
-and its detached outputs until they are emptied. Its references to the placeholders are weak, so dropping the graph frees all.
+and its detached outputs until they are emptied. It references the placeholders weakly, so dropping the graph frees all of them.
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
@@ -115,7 +115,7 @@ class Rerun:
                 self._states = None
 
     def record_outputs(self, outputs: Any) -> list[torch.Tensor]:
-        """Record the outputs, and return those to empty: the ones that are neither inputs nor leaves."""
+        """Record the outputs, and return the ones to empty: all outputs that are neither inputs nor leaves."""
         emptied, in_use = [], {}
         for output in as_tuple(outputs):
             one = None
@@ -134,7 +134,7 @@ class Rerun:
         self.outputs_in_use = {get_key(output): one for one in self._outputs if one is not None}
 
     def detached_outputs(self) -> DetachedOutputs:
-        """Return a context in which autograd saves placeholders for the outputs."""
+        """Return a context manager in which autograd saves placeholders for the outputs."""
         return DetachedOutputs(self.outputs_in_use, self._place)
 
     def empty_outputs(self) -> None:
@@ -206,7 +206,7 @@ class Rerun:
             before = f"saved {len(self._dropped)} and returned {len(self._outputs)}"
             raise make_difference_error(self._place, again, before)
         for saved, version in zip(found, versions, strict=True):
-            # The same check as autograd's. The function may change tensors that it did not save.
+            # Autograd makes the same check. The function may change tensors that it did not save.
             if saved is not None and get_version(saved) != version:
                 raise StateError(
                     f"A tensor of shape {list(saved.shape)}, saved by {self._place}, was changed in place afterwards. Change a "
@@ -236,7 +236,7 @@ def _get_states() -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def _random_states(states: tuple[Any, ...] | None) -> Iterator[None]:
-    """Set the random states to `states` inside the context, if any, and restore the current ones afterwards."""
+    """Set the random states to `states`, if any, in the body, and restore the current states afterwards."""
     if states is None:
         yield
         return
