@@ -232,20 +232,20 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Bytes whose offload to cancel, and bytes to reload."""
+    """Storages whose offload to cancel, and storages to reload."""
 
     lane: ScheduledLane[Group, Saved]
-    """Lane of the bytes."""
+    """Lane of the storages."""
     cancelled: list[Saved]
-    """Bytes whose offload is cancelled. They are still on the device."""
+    """Storages whose offload is cancelled. They are still on the device."""
     reloaded: dict[Saved, Group]
-    """Bytes to reload, each with the group that needs it, in copy order. They are on the host only."""
+    """Storages to reload, in copy order, with the group that needs each of them. They are on the host only."""
     is_late: bool
     """Whether backward has already reached the group."""
 
 
 class TransferSchedule:
-    """Decides which bytes are reloaded, and when. If bytes are still on the device, their offload is cancelled instead.
+    """Decides which storages are reloaded, and when. If a storage is still on the device, its offload is cancelled instead.
 
     Most methods return an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
     """

@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 NAME = "plan"
 SUMMARY = "find the fastest plan within a memory budget"
 DESCRIPTION = (
-    "Finds the fastest way to train a model within a memory budget: it keeps, recomputes or offloads the activations of each "
-    "module in each layer. Predicts memory and step time. Needs neither a GPU nor torch."
+    "Finds the fastest way to train a model within a memory budget. Decides for each module of each layer whether to keep, "
+    "recompute or offload its activations. Predicts memory and step time. Needs neither a GPU nor torch."
 )
 USAGE = """\
 fgoffload plan MODEL --gpu NAME [OPTIONS] [MEGATRON FLAGS]

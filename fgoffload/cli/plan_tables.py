@@ -125,7 +125,7 @@ def build_peak_table(report: PlanReport) -> Table:
     """Return a table of the peaks of each pipeline rank and the step time, for the plan and the baselines."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
-    table = make_table(right=headings, last=("place of the plan's peak",), title="Peak by pipeline rank")
+    table = make_table(right=headings, last=("plan's peak reached at",), title="Peak by pipeline rank")
     for place, rank in enumerate(report.ranks):
         planned = report.solution.result.ranks[place]
         peaks = (result.ranks[place].peak_bytes for result in results.values())

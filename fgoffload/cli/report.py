@@ -45,7 +45,7 @@ def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Diff
         if saved.strip("-") != "0.0%":
             table.add_row("  reduced by", "", Text(saved, style="bold green"))
         if place := records[WITH].activation_peak_place:
-            table.add_row("  place of the peak", "", place)
+            table.add_row("  peak reached at", "", place)
     if all(record.allocator_peak_bytes is not None for record in records.values()):
         add("allocator at peak", lambda record: format_bytes(record.allocator_peak_bytes or 0))
     add("step time", _step_time, ends_section=True)

@@ -183,7 +183,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in storages.items()})
 
     def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Reload `storages`, which are only on the host, in order. Each value is the place of the group that needs it."""
+        """Reload `storages` in order. They must be on the host only. Each value is the place of the group that needs it."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.note_reload(saved)

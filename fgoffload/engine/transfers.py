@@ -147,7 +147,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue the copies of `storages`, which are only on the host, to the device, in order. Profilers show the places.
+        """Queue copies of `storages` to the device, in order. They must be on the host only. Profilers show the places.
 
         Streams:
             The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.

@@ -280,11 +280,15 @@ class TrainingArguments:
         batch_sizes = range(start, self.global_batch_size + 1, max(1, increment))
         multiples = start % one_microbatch == increment % one_microbatch == 0
         is_three = len(self.rampup_batch_size) == 3 and min(start, increment, samples) > 0
-        if not (is_three and multiples) or self.global_batch_size not in batch_sizes[1:]:
+        given = f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))}"
+        if not is_three:
+            yield f"{given} is not three positive numbers. Use START, INCREMENT and SAMPLES."
+        elif not multiples:
+            yield f"{given}: START or INCREMENT is not a multiple of {one}. Use multiples."
+        elif self.global_batch_size not in batch_sizes[1:]:
             yield (
-                f"--rampup-batch-size {' '.join(map(str, self.rampup_batch_size))} does not reach --global-batch-size "
-                f"{self.global_batch_size}. Use START, INCREMENT and SAMPLES: three numbers of 1 or more, the first two "
-                f"multiples of {one}, so that the global batch is START plus a whole number of INCREMENTs."
+                f"{given} never reaches --global-batch-size {self.global_batch_size}. Choose a START below it, and an "
+                "INCREMENT that divides the difference."
             )
 
 

@@ -41,15 +41,15 @@ class RunTotals:
 
     @property
     def freed_bytes_per_forward(self) -> float:
-        """GPU memory in bytes that each forward freed until its backward."""
+        """Average GPU bytes freed by a forward. Its backward reloads them."""
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
         """Return the last log line of a run."""
         return (
             f"{self.forwards} forwards. Each saved {format_bytes(self.saved_bytes / max(1, self.forwards))} in its regions and "
-            f"freed {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of it until backward. Peak host memory: "
-            f"{format_bytes(self.host_peak_bytes)}."
+            f"freed {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of it between forward and backward. "
+            f"Peak host memory: {format_bytes(self.host_peak_bytes)}."
         )
 
 

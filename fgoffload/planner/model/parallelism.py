@@ -303,8 +303,9 @@ def _describe_split(model: "ModelShape", parallelism: Parallelism, *, between: i
             f"{given}: {max(left, 0)} of num_layers {model.num_layers} of {model.name} remain for {between} other stages. "
             f"Change the sizes to leave {f'a positive multiple of {between}' if between else 'none'}."
         )
+    counted = f" ({left} with embedding and loss)" if left != model.num_layers else ""
     return (
-        f"num_layers {model.num_layers} of {model.name} ({left} including embedding and loss if they count) is not a "
-        f"multiple of pipeline_parallel_size {ranks}. Use a size that divides it, --decoder-first-pipeline-num-layers and "
-        "--decoder-last-pipeline-num-layers, or a pipeline_layout."
+        f"num_layers {model.num_layers} of {model.name}{counted} is not a multiple of pipeline_parallel_size {ranks}. Use a "
+        f"size that divides {left}, set uneven first and last stages with --decoder-first-pipeline-num-layers and "
+        "--decoder-last-pipeline-num-layers, or pass a pipeline_layout."
     )

@@ -148,7 +148,7 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
-    """Return the cost that the action of `tag` adds to the other `actions` of a layer, with the bytes of its own group."""
+    """Return the marginal cost of the action of `tag` in a layer. `moved_bytes` counts only the group of `tag`."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)

@@ -118,8 +118,9 @@ class RankSearch:
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)
 
     def _list_bases(self) -> Iterator[Base]:
-        """Yield treatments to begin a sweep with: none or, if each tensor costs time, large offloads in evenly spread layers.
+        """Yield the treatments at the start of each sweep. The first sweep starts from none.
 
+        If each offloaded tensor costs CPU time, further sweeps start from large offloads in evenly spaced layers.
         Copies of large groups take longer than a layer. To spread them, local search would have to change many layers at once.
         """
         yield {}

@@ -45,7 +45,7 @@ def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
 
     Args:
         hardware: The hardware of each rank.
-        ranks: Ranks of the training run. One rank sends nothing, and ranks of one domain need no network.
+        ranks: Number of ranks in the run. A single rank sends nothing, and ranks in one NVLink domain do not use the network.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     assumed = []

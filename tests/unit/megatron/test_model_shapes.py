@@ -146,7 +146,7 @@ def test_invalid_flags_are_rejected(flags):
 @pytest.mark.parametrize(
     ("removed", "added", "message"),
     [
-        *((flag, "", f"file.sh: {flag} is missing. Pass for example {flag} ") for flag in REQUIRED.split()[::2]),
+        *((flag, "", f"file.sh: {flag} is missing. Pass it, for example {flag} ") for flag in REQUIRED.split()[::2]),
         ("--ffn-hidden-size", "", "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different"),
         ("--ffn-hidden-size", "--no-swiglu --num-experts 4", "--moe-ffn-hidden-size is missing"),
     ],

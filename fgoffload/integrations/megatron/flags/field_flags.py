@@ -60,7 +60,7 @@ def layer_pattern(text: str) -> int | list[int]:
         pattern: int | list[int] = compute(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is neither a whole number nor a list of whole numbers. Use for example 2 or [0]*1+[1]*3."
+            f"{text!r} is neither a whole number nor a list of whole numbers. Use a value such as 2 or [0]*1+[1]*3."
         ) from None
     return pattern
 

@@ -117,7 +117,7 @@ def read_model(
             )
         for name, example in _REQUIRED.items():
             if name not in values:
-                raise ConfigError(f"{to_flag(name)} is missing. Pass for example {to_flag(name)} {example}.")
+                raise ConfigError(f"{to_flag(name)} is missing. Pass it, for example {to_flag(name)} {example}.")
         check_num_layers(values["num_layers"])
         if "num_experts" in values and _assume_sequence_parallel(values):
             logger.warning("%s: --sequence-parallel is assumed, because Megatron needs it for experts.", source)
@@ -303,7 +303,7 @@ def _make_latent(values: Mapping[str, Any]) -> LatentAttention | None:
         return None
     if "kv_lora_rank" not in values:
         raise ConfigError(
-            "--kv-lora-rank is missing, but --multi-latent-attention needs it. Pass for example --kv-lora-rank 512."
+            "--kv-lora-rank is missing, but --multi-latent-attention needs it. Pass it, for example --kv-lora-rank 512."
         )
     sizes = {name: values.get(name, default) for name, default in _LATENT_DEFAULTS.items()}
     return LatentAttention(q_lora_rank=values.get("q_lora_rank"), kv_lora_rank=values["kv_lora_rank"], **sizes)

@@ -52,7 +52,7 @@ class GraphedLayers:
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's schedule wrappers that have captured a full iteration."""
         self.is_replaying = False
-        """Whether forward is in a layer that replays its graph, so that groups may wait for the next graph."""
+        """Whether forward is in a layer that replays its graph. If so, groups may wait for the next graph."""
 
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
         """Run the forward of `layer` for a capture or its warm-up, and offload what its regions save."""

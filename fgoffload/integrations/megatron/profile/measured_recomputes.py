@@ -60,7 +60,7 @@ class UnitBuilder:
         output_bytes = sum(saved.size_bytes for key, saved in self.run.saved.items() if key in record.outputs)
         # Megatron's checkpoint copies the recomputed output into place. This moves about as many bytes as the norm itself.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if unit.is_refilled else 0.0
-        # A view keeps its whole storage. Megatron's value, for example, is a view of a tensor with query, key and value.
+        # A view keeps its whole storage alive. Megatron's value, for example, is a view of a tensor with query, key and value.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self.run.saved)
         own = SavedTensor(name=f"input of {unit.name}", tags=(), size_bytes=input_bytes)
         return UnitModel(
