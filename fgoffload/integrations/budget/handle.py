@@ -138,6 +138,8 @@ class BudgetOffload(ModelOffload):
         forward = find_running(self)
         if forward is None:
             return None
+        if tag == LAYER:
+            forward.announce_backward(find_tensor(inputs))
         if self.get_engine().observers or self._shares_offloaded(layer, tag):  # a ledger counts tensors by the hooks
             return KeptRun(forward)
         return PlainRun() if has_hooks() else None

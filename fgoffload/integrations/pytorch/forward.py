@@ -235,6 +235,11 @@ class Forward:
         """Keep all tensors that autograd saves later on the device, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
+    def announce_backward(self, tensor: torch.Tensor | None) -> None:
+        """Mark the input `tensor` of a module without regions. See `OffloadEngine.announce_backward`."""
+        if tensor is not None:
+            self._engine.announce_backward(self._saving.lane, tensor)
+
     def expect_backward(self, *, window_bytes: int | None) -> None:
         """Prepare for backward, which runs next. See `OffloadEngine.expect_backward`."""
         self._engine.expect_backward(self._saving.lane, window_bytes=window_bytes)

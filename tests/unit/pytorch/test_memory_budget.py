@@ -1,5 +1,6 @@
 """Tests memory budgets: bitwise identical, a peak within the budget, and recompute only if a trial allows it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -119,6 +120,23 @@ def test_kept_layers_run_without_hooks():
         model(make_inputs() * 1.0).backward()
         found.append(Watched.has_hooks)
     assert found[1:] == [True, True, True, False, False]
+
+
+def test_groups_are_reloaded_while_backward_is_in_kept_layers():
+    model, found = make_net(), []
+    handle = fgoffload.offload(model, memory="1GiB", config=ALL)
+    for _ in range(6):
+        model(make_inputs() * 1.0).backward()
+    plan = OffloadPlan(actions={Site(chunk=0, layer=0, tag="mlp"): Action.OFFLOAD})
+    handle.planned.plan = dataclasses.replace(handle.planned.plan, actions=plan.actions)
+    handle.stats()
+
+    def note_reloads(module, inputs, output):
+        output.register_hook(lambda _: found.append(handle.engine.read_tags()["mlp"].h2d_bytes > 0))
+
+    model.layers[0].register_forward_hook(note_reloads)
+    model(make_inputs() * 1.0).backward()
+    assert found == [True]
 
 
 def test_a_plan_counts_the_cpu_time_of_each_offloaded_group_and_tensor():

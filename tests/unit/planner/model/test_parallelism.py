@@ -58,7 +58,7 @@ def test_invalid_parallelism_is_rejected(fields, message):
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model .* is not a multiple of pipeline_parallel_size 4"),
+        ({}, {"pipeline_parallel_size": 4}, "num_layers 6 of model is not a multiple of pipeline_parallel_size 4"),
         ({}, {"pipeline_parallel_size": 2, "virtual_pipeline_size": 2, "microbatches": 2}, "rank 0 of model has 3 layers"),
         ({}, {"pipeline_parallel_size": 2, "num_layers_in_first_pipeline_stage": 6}, "stage 6: 0 of num_layers 6"),
         ({"seq_length": 62}, {"context_parallel_size": 2}, "seq_length 62 of model is not a multiple of 4"),
