@@ -16,7 +16,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags that `auto` excludes, because no test compares the results of their modules with the baseline."""
+"""Tags that `auto` excludes. Only runs on Megatron-Core's development branch compare the results of their modules."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
