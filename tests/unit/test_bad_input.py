@@ -46,7 +46,7 @@ def test_a_word_that_is_typed_wrongly_gets_a_suggestion(capsys, words, meant):
 
 
 def test_megatrons_own_optimizer_flag_is_not_taken_for_one_of_ours(capsys):
-    message = "the command line: --optimizer expected one argument."
+    message = "error: --optimizer expected one argument."
     assert message in refuse(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
 
 

@@ -63,8 +63,8 @@ def test_a_tag_whose_tensors_are_recomputed_is_refused(tag, module):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
     assert str(caught.value) == (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
-        "so nothing would be offloaded. Remove one of them."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} are mutually exclusive: recomputed tensors are not "
+        "saved, so nothing would be offloaded. Remove one of them."
     )
 
 

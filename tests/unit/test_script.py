@@ -97,7 +97,8 @@ def test_words_before_two_dashes_are_torchruns(script):
     [
         ([], "SCRIPT.py is missing. Pass it before its flags"),
         (["--nproc-per-node", "2", "x.py"], "--nproc-per-node comes before the script. Put flags of the script after it"),
-        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Put it after the script"),
+        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Put --offload-window after it"),
+        (["--offload-memory-budgt=1GiB", "x.py"], "--offload-memory-budgt comes before the script. Put --offload-memory-"),
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Pass a Python training script"),
     ],
 )
