@@ -34,6 +34,6 @@ def test_without_a_gpu_none_is_chosen(monkeypatch):
 def test_an_error_on_the_way_leaves_nothing_applied(monkeypatch):
     values = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     monkeypatch.setattr(script, "read_megatron_flags", lambda words: values)
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="are mutually exclusive"):
         apply_to_script(CONFIG, (), {})
     assert not is_replaced()

@@ -95,6 +95,6 @@ def test_a_tag_whose_tensors_a_module_recomputes_is_refused_before_anything_is_b
     with pytest.raises(ConfigError) as refused:
         parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
     assert (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
-        "so nothing would be offloaded. Remove one of them."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} are mutually exclusive: recomputed tensors are not "
+        "saved, so nothing would be offloaded. Remove one of them."
     ) in str(refused.value)
