@@ -46,7 +46,7 @@ def test_a_misspelled_word_gets_a_suggestion(capsys, words, suggestion):
 
 
 def test_megatrons_optimizer_flag_is_not_an_abbreviation_of_our_flags(capsys):
-    message = "the command line: --optimizer expected one argument."
+    message = "error: --optimizer expected one argument."
     assert message in run_rejected(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
 
 

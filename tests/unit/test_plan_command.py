@@ -92,7 +92,7 @@ def test_the_budget_suggested_by_an_error_has_a_plan(capsys, tmp_path):
     config = write_config(tmp_path, num_hidden_layers=2)
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "32")
     code, _, error = plan(capsys, *words, "--offload-memory-budget", "6GiB")
-    least = re.search(r"Use a budget of (\d+MiB) or more", error).group(1)
+    least = re.search(r"Use a budget of ([\d.]+GiB) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 

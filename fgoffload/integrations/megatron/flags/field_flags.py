@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.flag_sources import add_source
 
 _LONGEST_PATTERN = 10_000
 """Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
@@ -111,7 +112,7 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    Errors begin with `source`. Suggestions for typos include the flags `known_elsewhere`, which other code parses.
+    Errors begin with `source`, see `add_source`. Suggestions for typos include `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
@@ -153,15 +154,15 @@ class FlagParser(argparse.ArgumentParser):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
         if rest.startswith("'$"):
             rest = f"{rest} The script does not set that variable."
-        raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
+        raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
-            raise ConfigError(f"{self.source}: {word!r} is not a flag. Flags begin with --.")
+            raise ConfigError(add_source(self.source, f"{word!r} is not a flag. Flags begin with --."))
         nearest = self.find_nearest(flag)
         hint = "Remove it." if nearest is None else f"Did you mean {nearest}?"
-        raise ConfigError(f"{self.source}: {flag} is an unknown flag. {hint}")
+        raise ConfigError(add_source(self.source, f"{flag} is an unknown flag. {hint}"))
 
 
 def add_field_flags(

@@ -46,7 +46,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Reject tags whose saved tensors Megatron's selective recompute drops.
 
     Raises:
-        ConfigError: A tag and a recompute module exclude each other.
+        ConfigError: A tag and a recompute module are mutually exclusive.
     """
     if values.get("recompute_granularity") == "selective":
         offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
@@ -56,12 +56,12 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
     """Reject tags of routed experts if Megatron's paged stash already moves their saved tensors.
 
     Raises:
-        ConfigError: A tag and the stash exclude each other.
+        ConfigError: A tag and the stash are mutually exclusive.
     """
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(
-                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves the experts' saved "
+                f"--offload-modules {name!r} and --moe-paged-stash are mutually exclusive: the stash moves the experts' saved "
                 "tensors to its own pages, so nothing is left to offload. Remove one of them."
             )
 
@@ -77,8 +77,8 @@ def _check_recompute(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
             )
         if name != "layer_input" and is_uniform and name in offload.tags:
             raise ConfigError(
-                f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
-                "a whole and only saves its input. Use layer_input instead, or --recompute-method block."
+                f"--offload-modules {name!r} and --recompute-method uniform are mutually exclusive: every layer is recomputed "
+                "as a whole and only saves its input. Use layer_input instead, or --recompute-method block."
             )
 
 
