@@ -36,7 +36,7 @@ class TransferConfig:
         prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` chooses them.
         host_budget_bytes: Limit on this process's host memory, by default its share of 60% of the free host memory. Tensors
             that do not fit stay on the GPU.
-        host_memory: Pinned memory is faster. Use pageable memory if the limit for pinned memory (`ulimit -l`) is low.
+        host_memory: Pinned memory is faster. Use pageable memory if pinning fails.
         is_timed: Whether to time copies and waits for `stats()`. This records a few more events per group, and `stats()`
             waits for them.
         keep: Filter that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.
