@@ -59,6 +59,8 @@ class BudgetError(PlanError):
 
 def _round_up(size_bytes: int) -> str:
     """Format a size for a flag, rounded up by at most 0.1%."""
+    if size_bytes >= 10 * 2**30:
+        return f"{-(-100 * size_bytes // 2**30) / 100:.10g}GiB"
     for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
         if size_bytes >= 1024 * scale:
             return f"{-(-size_bytes // scale)}{unit}"

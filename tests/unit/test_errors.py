@@ -23,7 +23,7 @@ def test_the_docstring_draws_every_error():
 
 
 @pytest.mark.parametrize(
-    ("least_bytes", "text"), [(1000, "1000B"), (2**20 - 1, "1048575B"), (58 * 2**30, "59392MiB"), (58 * 2**30 + 1, "59393MiB")]
+    ("least_bytes", "text"), [(1000, "1000B"), (2**20 - 1, "1048575B"), (58 * 2**30, "58GiB"), (58 * 2**30 + 1, "58.01GiB")]
 )
 def test_the_budget_to_give_is_one_that_people_write_and_never_less(least_bytes, text):
     assert f"Use a budget of {text} or more, or" in str(errors.BudgetError("Why.", least_bytes))
