@@ -173,7 +173,7 @@ def test_the_lanes_and_the_memory_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu", "h100", "--offload-fraction", "1"), "Did you mean --activation-offload-fraction?"),
         ((LLAMA, "--gpu", "h100", "--offload-modules", "core_atn"), "is not a tag. Did you mean 'core_attn'?"),
         ((LLAMA, "--gpu", "h100", "--recompute-modules", "moe_akt"), "is not supported. Did you mean moe_act?"),
-        ((MIXTRAL, "--gpu", "h100", "--reserve", "60GiB"), "Lower --reserve 60.00 GiB, spread the model over"),
+        ((LLAMA, "--gpu=h100", "--reserve=60GiB", "--offload-memory-budget=79GiB"), "Lower --reserve 60.00 GiB, spread"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),

@@ -95,7 +95,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
     def choice(text: str) -> str:
         if text not in choices:
-            near = difflib.get_close_matches(text, choices, n=1, cutoff=_NEAREST_CUTOFF)
+            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.8)  # bf16 is not a typo of fp16
             hint = f" Did you mean {near[0]}?" if near else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not supported.{hint} Use one of: {', '.join(choices)}.")
         return text
