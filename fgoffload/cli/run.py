@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from fgoffload.cli.errors import show_line
 from fgoffload.cli.launch import find_launch, set_up_process
-from fgoffload.cli.options import suggest
+from fgoffload.cli.options import suggest, suggest_file
 from fgoffload.cli.script import EXIT_FAILED, find_fault, imports_any, run_script, script_folder_first
 from fgoffload.cli.streams import collect_info
 from fgoffload.errors import ConfigError, OffloadError
@@ -116,7 +116,7 @@ def read_request(words: Sequence[str]) -> RunRequest:
     script = words[0]
     why = find_fault(script)
     if why is not None:
-        raise ConfigError(f"script {script!r} {why}. Pass a Python training script, for example: {EXAMPLE}.")
+        raise ConfigError(f"script {script!r} {why}.{suggest_file(script)} Pass a Python training script, as in: {EXAMPLE}.")
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
 
 

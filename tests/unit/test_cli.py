@@ -14,7 +14,7 @@ from fgoffload.cli import main
 from fgoffload.cli.streams import LibraryLog
 
 BEFORE_TORCH = [
-    ((), "COMMAND is missing. Use one, for example: fgoffload train tiny_moe."),
+    ((), "COMMAND is missing. Use one of: train, run, plan, profile, bench, doctor, completion. For example: "),
     (("train",), "ARGUMENTS.sh is missing. Pass a Megatron argument file first"),
     (("trian",), "COMMAND 'trian' is not one of: train, run, plan, profile, bench, doctor, completion. Did you mean train?"),
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Pass a file"),
