@@ -115,7 +115,7 @@ class OffloadConfig:
             for module in self.tags.get(name).excluded_by:
                 if module in recomputed:
                     raise ConfigError(
-                        f"--offload-modules {name!r} and --recompute-modules {module!r} exclude each other: recomputed "
+                        f"--offload-modules {name!r} and --recompute-modules {module!r} are mutually exclusive: recomputed "
                         "tensors are not saved, so nothing would be offloaded. Remove one of them."
                     )
 
@@ -172,7 +172,7 @@ class OffloadConfig:
             text = getattr(flags, name, None)
             if text == AUTO and name == "offload_memory_budget":
                 raise ConfigError(
-                    f"--offload-memory-budget {AUTO} works only with the Trainer of transformers. For Megatron, use a size, "
+                    f"--offload-memory-budget {AUTO} works only with a transformers Trainer. For Megatron, use a size, "
                     "for example 60GiB."
                 )
             if text is not None:

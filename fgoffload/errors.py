@@ -58,10 +58,10 @@ class BudgetError(PlanError):
 
 
 def _round_up(size_bytes: int) -> str:
-    """Format a size for a flag, rounded up by at most 0.1%."""
-    for unit, scale in (("MiB", 2**20), ("KiB", 2**10)):
-        if size_bytes >= 1024 * scale:
-            return f"{-(-size_bytes // scale)}{unit}"
+    """Format a size for a flag, rounded up by at most 1%."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if size_bytes >= scale:
+            return f"{-(-100 * size_bytes // scale) / 100:.2f}{unit}"
     return f"{size_bytes}B"
 
 

@@ -114,7 +114,7 @@ class TagRegistry:
         """Return the tags called `names` after checking that they can be offloaded together.
 
         Raises:
-            ConfigError: A name is unknown or repeated, a required tag is missing, or two tags exclude each other.
+            ConfigError: A name is unknown or repeated, a required tag is missing, or two tags are mutually exclusive.
         """
         chosen = tuple(self.get(name, flag=flag) for name in names)
         chosen_names = [tag.name for tag in chosen]

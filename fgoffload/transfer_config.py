@@ -36,7 +36,7 @@ class TransferConfig:
         prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
         host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
-        host_memory: Kind of host memory. Use pageable memory, which is slower, if `ulimit -l` allows too little pinned memory.
+        host_memory: Kind of host memory. Use pageable memory, which is slower, if pinning fails.
         is_timed: Whether to time copies and waits for `stats()`. The engine then records a few more events per group, and
             `stats()` waits for these events.
         keep: Filter that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.

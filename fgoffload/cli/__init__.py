@@ -88,7 +88,7 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     """Return the command in `words`, its parsed options, and the remaining words."""
     parser, _ = _build_parsers()
     if list(words[:1]) == ["help"]:
-        words = [*words[1:], "--help"]
+        words = [*(word for word in words[1:] if word != "help"), "--help"]
     if list(words[:1]) == [run.NAME] and words[1:2] not in (["-h"], ["--help"]):
         # argparse would also parse the script's own arguments.
         return run, parser.parse_args(words[:1]), words[1:]
@@ -99,7 +99,8 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     for command in COMMANDS:
         if options.command == command.NAME:
             return command, options, rest
-    raise ConfigError(f"COMMAND is missing. Use one, for example: {train.EXAMPLE}.")
+    names = ", ".join(command.NAME for command in COMMANDS)
+    raise ConfigError(f"COMMAND is missing. Use one of: {names}. For example: {train.EXAMPLE}. See `fgoffload --help`.")
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -113,6 +114,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 class _Parser(argparse.ArgumentParser):
     """A parser that raises `ConfigError` with a one-line message."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # so that sizes such as -5GiB are read as values
+
     def list_flags(self) -> list[str]:
         """Return the long names of all flags."""
         return [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -125,6 +130,8 @@ class _Parser(argparse.ArgumentParser):
             names = [command.NAME for command in COMMANDS]
             hint = suggest(match[1].strip("'"), names)
             raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{hint} For example: {train.EXAMPLE}.")
+        if rest.startswith("not allowed with argument "):
+            raise ConfigError(f"{flag} and {rest.rpartition(' ')[2]} are mutually exclusive. Use only one of them.")
         if rest.endswith("."):  # raised by a parser of values, such as `read_size`
             raise ConfigError(f"{flag} {rest}")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")

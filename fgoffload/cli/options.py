@@ -28,10 +28,17 @@ def suggest(word: str, known: Collection[str]) -> str:
     return f" Did you mean {near[0]}?" if near else ""
 
 
+def suggest_file(name: str) -> str:
+    """Return ` Did you mean train.sh?` with the most similar file in the folder of `name`, or an empty string."""
+    folder, base = os.path.split(name)
+    is_missing = os.path.isdir(folder or ".") and not os.path.exists(name)
+    return suggest(base, os.listdir(folder or ".")) if is_missing else ""
+
+
 def suggest_model(name: str) -> str:
-    """Return a sentence with the most similar shipped model, or an empty string if `name` is a path."""
+    """Return a sentence with the most similar shipped model or, if `name` is a path, file."""
     if not name.isidentifier():
-        return ""
+        return suggest_file(name)
     hint = suggest(name, [path.stem for path in list_models()])
     return f"{hint} `fgoffload plan --list` shows the models that come with fgoffload."
 

@@ -69,10 +69,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-host-budget", metavar="SIZE", dest="host_budget_bytes", type=read_size, help=host_help)
     add("--sweep", action="store_true", help="plan for many budgets, and show step time against memory")
     add("--thorough", action="store_true", help="search about ten times as long")
-    add = parser.add_argument_group("parallel sizes and optimizer").add_argument
+    group = parser.add_argument_group("parallel sizes and optimizer")
     for short, flag in SHORT_FLAGS.items():
         default = " (default: same as --tp)" if short == "--etp" else ""
-        add(short, metavar="N", type=read_count, help=flag + default)
+        group.add_argument(short, metavar="N", type=read_count, help=flag + default)
+    add = group.add_mutually_exclusive_group().add_argument
     optimizer_help = "count Adam's states (default, unless the profile has no optimizer)"
     add("--with-optimizer", action="store_true", dest="has_optimizer", default=None, help=optimizer_help)
     add("--no-optimizer", action="store_false", dest="has_optimizer", help="do not count optimizer states")
@@ -108,7 +109,7 @@ def _plan(checked: PlanOptions) -> int:
     budget_bytes = None if checked.sweep else choose_budget(checked.budget_bytes, hardware)
     console = PipeConsole()
     model, parallelism = _read_model_or_suggest(console, checked, hardware)
-    _warn_about_ignored(checked)
+    _check_ignored(checked)
     assumptions = _make_assumptions(checked)
     device, ranks, reserve_bytes = _build_ranks(checked, found, model, parallelism, assumptions)
     host_budget_bytes, host_words = choose_host_budget(checked.host_budget_bytes, hardware, parallelism.world_size)
@@ -155,14 +156,11 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
     """
     from fgoffload.cli.plan_fits import show_layouts
 
-    def read_with(flags: Sequence[str]) -> "tuple[ModelShape, Parallelism]":
-        return _read_model(_add_flags(checked, flags))
-
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
         with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error has another cause
-            model, parallelism = _read_model(spread)
-            show_layouts(console, model, parallelism, hardware, _make_assumptions(spread), read_with)
+            shape, assumptions = _read_model(spread), _make_assumptions(spread)
+            show_layouts(console, *shape, hardware, assumptions, lambda words: _read_model(_add_flags(checked, words)))
             return
 
 
@@ -212,8 +210,9 @@ def _explain_too_little_memory(
             show_fits(console, subject.model, subject.parallelism, hardware, assumptions)
             # By default, tensor-parallel ranks split each expert, which may require more GPUs than the run has.
             _suggest_layouts(console, checked, hardware, ("--etp",), ())
+        fix = f"Lower --reserve {format_bytes(checked.reserve_bytes)}, spread" if checked.reserve_bytes else "Spread"
         raise PlanError(
-            f"{error.why} {hardware.name} has only {format_bytes(hardware.device_memory_bytes)}. Spread the model over more "
+            f"{error.why} {hardware.name} has only {format_bytes(hardware.device_memory_bytes)}. {fix} the model over more "
             "ranks, or use a larger device."
         ) from error
 
@@ -229,10 +228,12 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
     return read_parallelism(checked.megatron_flags, source=str(checked.model), model=model, own_flags=checked.own_flags)
 
 
-def _warn_about_ignored(checked: PlanOptions) -> None:
-    """Warn about flags that the planner ignores. Files of shipped models may have them for training runs."""
+def _check_ignored(checked: PlanOptions) -> None:
+    """Check and warn about flags that the planner ignores. Files of shipped models may have them for training runs."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
+    from fgoffload.integrations.megatron.flags.tag_checks import check_replaced
 
+    check_replaced(checked.megatron_flags)
     is_shipped = any(checked.model.samefile(path) for path in list_models())
     words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
@@ -258,6 +259,5 @@ def _make_assumptions(checked: PlanOptions) -> "Assumptions":
     )
     if trains_adapters((*flags, *checked.megatron_flags)):
         assumptions = dataclasses.replace(assumptions, state=dataclasses.replace(NO_OPTIMIZER, gradient_bytes=0))
-    if checked.reserve_bytes is None:
-        return assumptions
-    return dataclasses.replace(assumptions, reserve_bytes=checked.reserve_bytes)
+    reserve_bytes = assumptions.reserve_bytes if checked.reserve_bytes is None else checked.reserve_bytes
+    return dataclasses.replace(assumptions, reserve_bytes=reserve_bytes)

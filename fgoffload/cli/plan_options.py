@@ -79,6 +79,9 @@ def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) ->
     if options.sweep and options.plot is None:
         options.plot = FRONTIER
     _check_outputs(options)
+    for flag, long in SHORT_FLAGS.items():
+        if getattr(options, flag.removeprefix("--")) and any(word.partition("=")[0] == long for word in megatron_flags):
+            raise ConfigError(f"{flag} and {long} set the same size. Use only one of them.")
     short = [(long, getattr(options, flag.removeprefix("--"))) for flag, long in SHORT_FLAGS.items()]
     options.megatron_flags = (*megatron_flags, *(word for long, size in short if size for word in (long, str(size))))
     options.own_flags = tuple(flag for flag in options.own_flags if flag not in SHORT_FLAGS)

@@ -91,26 +91,21 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return the flags for training: the fastest setting of Megatron's own flags, and the plan file."""
+    """Return the flags to train with, the recommended ones first: those of the plan, or the best of Megatron's own."""
     if not solution.plan.actions:
         return "Everything is kept on the GPU: the run fits the budget without a plan."
-    text = []
+    own = "this plan. Write it with --json plan.json."
+    if path is not None:
+        own = f"this plan:\n{fold_flags(('--fine-grained-activation-offloading', '--offload-plan', str(path)))}"
+    start = "To train, use `fgoffload run`, and remove the script's own recompute flags."
     nearest = solution.nearest
     if nearest is None:
-        text.append("No setting of Megatron's own flags fits the budget.")
-    else:
-        slower = nearest.result.step_s / solution.result.step_s - 1
-        cost = "as fast as the plan" if slower < OVERHEAD_NOISE else f"{slower:.0%} slower than the plan"
-        cost += f", with a peak of {format_bytes(nearest.result.peak_bytes)}"
-        flags = nearest.flags.list_arguments()
-        own = f"With Megatron's own flags, {cost}:\n{fold_flags(flags)}"
-        text.append(own if flags else "The run fits the budget without flags.")
-    if path is None:
-        text.append("To use this plan, write it with --json plan.json, then train with `fgoffload run`.")
-    else:
-        flags = ("--fine-grained-activation-offloading", "--offload-plan", str(path))
-        text.append(f"With this plan, under `fgoffload run`:\n{fold_flags(flags)}")
-    return "\n".join(text)
+        return f"{start}\nUse {own}\nNo setting of Megatron's own flags fits the budget."
+    slower, peak = nearest.result.step_s / solution.result.step_s - 1, format_bytes(nearest.result.peak_bytes)
+    cost = f"{'as fast as' if slower < 0.0005 else f'{slower:.1%} slower than'} the plan, peak {peak}"
+    flags = f"Megatron's own flags, {cost}:\n{fold_flags(nearest.flags.list_arguments() or ('(none)',))}"
+    first, second = (flags, own) if slower < OVERHEAD_NOISE else (own, flags)
+    return f"{start}\nRecommended: {first}\nOr {second}"
 
 
 def fold_flags(words: Sequence[str]) -> str:
@@ -130,13 +125,8 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
         if nearest is None
         else {"flags": nearest.flags.list_arguments(), **_list_result(nearest.result)},
         "ranks": [
-            {
-                "rank": rank.rank,
-                "peak_bytes": rank.peak_bytes,
-                "static_bytes": rank.static_bytes,
-                "host_bytes": rank.host_peak_bytes,
-                "step_s": rank.step_s,
-            }
+            {name: getattr(rank, name) for name in ("rank", "peak_bytes", "static_bytes", "step_s")}
+            | {"host_bytes": rank.host_peak_bytes}
             for rank in report.solution.result.ranks
         ],
     }

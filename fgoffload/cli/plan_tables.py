@@ -78,7 +78,8 @@ def build_decision_table(report: PlanReport) -> Table:
         last=("reason",),
         title="Actions of the plan",
         caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum of all ranks; cost: step time "
-        "that the row adds on the rank it slows most, negative if it shortens other waits",
+        "that the row adds on the rank it slows most, negative if it shortens other waits; tags that only share the storage of "
+        "another tag have no row",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)

@@ -2,15 +2,17 @@
 
 import argparse
 import contextlib
+import difflib
 import io
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from fgoffload.cli.errors import show_line
-from fgoffload.cli.launch import set_up_process
-from fgoffload.cli.options import suggest
+from fgoffload.cli.launch import find_launch, set_up_process
+from fgoffload.cli.options import suggest, suggest_file
 from fgoffload.cli.script import EXIT_FAILED, find_fault, imports_any, run_script, script_folder_first
 from fgoffload.cli.streams import collect_info
 from fgoffload.errors import ConfigError, OffloadError
@@ -24,9 +26,9 @@ NAME = "run"
 SUMMARY = "run an unmodified training script with offload"
 DESCRIPTION = """\
 Runs an unmodified training script with offload. For Megatron-LM, add the flags
-below to those of the script. For a Trainer of transformers or TRL, no flags
-are required: the command adds OffloadCallback. Rank 0 prints a short summary
-of the offload.
+below to those of the script. For a transformers or TRL Trainer, no flags are
+required: the command adds OffloadCallback. Rank 0 prints a short summary of
+the offload.
 
 Put options for torchrun before `--`. These commands are equivalent:
   fgoffload run --nproc-per-node 8 -- pretrain_gpt.py ...
@@ -66,9 +68,11 @@ class RunRequest(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add our flags to the help. `read_request` parses the arguments, not `parser`."""
-    group = parser.add_argument_group("flags for Megatron-LM")
+    both = parser.add_argument_group("flag for Megatron-LM and for a transformers Trainer")
+    megatron = parser.add_argument_group("flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
         name, _, value = flag.partition(" ")
+        group = both if name == "--offload-memory-budget" else megatron
         if value:
             group.add_argument(name, metavar=value, help=meaning)
         else:
@@ -81,8 +85,9 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
     if request.torchrun_options:
         _take_own_flags(request)  # check them here, since later each rank would print the error
         return run_torchrun([*request.torchrun_options, "-m", "fgoffload", NAME, request.script, *request.words])
-    # A Trainer creates a process group if the environment sets a rank, so do not set it for a single process.
-    rank = int(os.environ.get("RANK", "0")) if _makes_trainers(request) else set_up_process(os.environ)
+    # A Trainer uses DDP if the environment sets a rank, so set it only for Megatron-LM, which requires it.
+    is_megatron = next(iter(OWN_FLAGS)) in request.words or imports_any(request.script, ("megatron",))
+    rank = set_up_process(os.environ) if is_megatron and not _makes_trainers(request) else find_launch().rank
     with _rank_in_errors(rank):
         return _run_here(request, is_first=rank == 0)
 
@@ -95,8 +100,10 @@ def read_request(words: Sequence[str]) -> RunRequest:
     """
     options: Sequence[str] = ()
     if words and words[0].startswith("-"):
-        if own := _find_own_flag(words[: words.index("--")] if "--" in words else words[:1]):
-            raise ConfigError(f"{own} comes before the script. Put it after the script, for example: {OWN_EXAMPLE}.")
+        own = [flag.partition(" ")[0] for flag in OWN_FLAGS]
+        for flag in (word.partition("=")[0] for word in (words[: words.index("--")] if "--" in words else words[:1])):
+            if near := difflib.get_close_matches(flag, own, n=1, cutoff=0.9):
+                raise ConfigError(f"{flag} comes before the script. Put {near[0]} after it, for example: {OWN_EXAMPLE}.")
         if "--" not in words:
             raise ConfigError(
                 f"{words[0]} comes before the script.{suggest(words[0], ('--help',))} Put the script's flags after it and "
@@ -109,13 +116,8 @@ def read_request(words: Sequence[str]) -> RunRequest:
     script = words[0]
     why = find_fault(script)
     if why is not None:
-        raise ConfigError(f"script {script!r} {why}. Pass a Python training script, for example: {EXAMPLE}.")
+        raise ConfigError(f"script {script!r} {why}.{suggest_file(script)} Pass a Python training script, as in: {EXAMPLE}.")
     return RunRequest(torchrun_options=tuple(options), script=script, words=tuple(words[1:]))
-
-
-def _find_own_flag(words: Sequence[str]) -> str | None:
-    own = {flag.partition(" ")[0] for flag in OWN_FLAGS}
-    return next((flag for flag in (word.partition("=")[0] for word in words) if flag in own), None)
 
 
 def run_torchrun(words: Sequence[str]) -> int:
@@ -193,8 +195,7 @@ def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> in
     makes_trainers = _makes_trainers(request)
     if is_first and not makes_trainers:
         show_line(
-            f"offload is off unless {request.script} creates a Trainer of transformers. For Megatron-Core, add "
-            f"{next(iter(OWN_FLAGS))}."
+            f"waiting for {request.script} to create a transformers Trainer. For Megatron-Core, add {next(iter(OWN_FLAGS))}."
         )
     with offload_trainers(own.trainer_budget) as made:
         exit_code = run_script(request.script, own.script_words)
@@ -212,7 +213,8 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 
     from fgoffload.integrations.megatron.launch import take_own_flags
 
-    own = take_own_flags(request.words, makes_trainers=_makes_trainers(request))
+    text = Path(request.script).read_text(encoding="utf-8", errors="ignore")
+    own = take_own_flags(request.words, makes_trainers=_makes_trainers(request), script_text=text)
     if own.trainer_budget == "auto" and not torch.cuda.is_available():
         raise ConfigError("--offload-memory-budget auto needs a CUDA GPU. Use a size instead, for example 60GiB.")
     return own

@@ -85,8 +85,6 @@ class Machine:
         self.root = root
         self.environment: Mapping[str, str] = os.environ
         self.python_version = platform.python_version()
-        self.memlock_limit_bytes = _find_memlock_limit()
-        """Limit of `ulimit -l` in bytes. None if there is no limit."""
         self.cpus = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
         """CPUs that this process may run on."""
 
@@ -148,12 +146,3 @@ class Machine:
         import torch
 
         return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-
-
-def _find_memlock_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not Unix
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft

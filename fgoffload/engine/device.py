@@ -10,7 +10,6 @@ import abc
 import contextlib
 import functools
 import mmap
-import resource
 import time
 import weakref
 from collections.abc import Callable
@@ -305,11 +304,9 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
     status = int(cudart.cudaHostRegister(buffer.data_ptr(), size_bytes, 0))
     if status != 0:
         _clear_last_error()
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        limit = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)
         raise StateError(
-            f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). The limit "
-            f"for pinned memory is {limit}. Increase it (`ulimit -l`) or the container's memory limit, or lower {_HOST_BUDGET}."
+            f"CUDA could not pin {format_bytes(size_bytes)} of host memory (cudaHostRegister returned {status}). Free "
+            f"host memory, raise the container's memory limit, or lower {_HOST_BUDGET}."
         )
 
     def free() -> None:

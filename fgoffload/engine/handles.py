@@ -12,7 +12,7 @@ import dataclasses
 import sys
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,14 +26,6 @@ if TYPE_CHECKING:
     from fgoffload.engine.group import Group, Lane
 
 
-class _Engine(Protocol):
-    """The methods of `OffloadEngine` that handles call."""
-
-    def take(self, saved: SavedStorage, view: View, lane: "Lane", group: "Group | None") -> torch.Tensor: ...
-
-    def follow_backward(self, lane: "Lane", size_bytes: int) -> None: ...
-
-
 class Handle:
     """Handle of a saved tensor whose storage may be offloaded."""
 
@@ -41,7 +33,7 @@ class Handle:
 
     def __init__(
         self,
-        engine: _Engine,
+        engine: Any,
         saved: SavedStorage,
         view: View,
         tensor: torch.Tensor,
@@ -61,7 +53,7 @@ class Handle:
 
     def take(self) -> torch.Tensor:
         """Return the tensor with its saved bytes."""
-        taken = self._engine.take(self._saved, self._view, self._lane, self._group)
+        taken: torch.Tensor = self._engine.take(self._saved, self._view, self._lane, self._group)
         if self._origin is not None:
             origin = self._origin()
             if origin is not None and self._saved.state in ON_DEVICE:
@@ -116,7 +108,7 @@ class FollowedHandle:
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")
 
-    def __init__(self, engine: _Engine, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
+    def __init__(self, engine: Any, kept: KeptHandle, size_bytes: int, *, lane: "Lane") -> None:
         self._engine = engine
         self._kept = kept
         self._size_bytes = size_bytes

@@ -16,7 +16,7 @@ the innermost hooks run, so a region in a non-reentrant checkpoint would bypass 
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ from fgoffload.engine.capture import Capture
 from fgoffload.engine.group import Group, Lane
 from fgoffload.engine.handles import KeptHandle, Packed, keep_tensor
 from fgoffload.engine.identity import is_without_bytes
-from fgoffload.engine.ledger import ActivationLedger, LedgerHook
+from fgoffload.engine.ledger import LedgerHook
 from fgoffload.engine.torch_internals import (
     find_disabled_message,
     find_top_hooks,
@@ -34,7 +34,6 @@ from fgoffload.engine.torch_internals import (
     pop_hooks,
     push_hooks,
 )
-from fgoffload.plan import Site
 
 
 def is_in_backward() -> bool:
@@ -57,26 +56,6 @@ def is_engine_hook(pack: Any) -> bool:
     return isinstance(pack, (Saving, LedgerHook, Capture))
 
 
-class _SavingEngine(Protocol):
-    """The members of `OffloadEngine` that regions use."""
-
-    observers: list[ActivationLedger]
-
-    def is_always_too_small(self, tensor: torch.Tensor) -> bool: ...
-
-    def save(self, tensor: torch.Tensor, *, lane: Lane, group: Group | None) -> Packed: ...
-
-    def save_followed(self, tensor: torch.Tensor, *, lane: Lane, seen: set[int]) -> Packed: ...
-
-    def open_group(self, site: Site, lane: Lane) -> Group: ...
-
-    def end(self, lane: Lane, group: Group, *, is_held: bool = False) -> None: ...
-
-    def approach_backward(self, lane: Lane, group: Group) -> None: ...
-
-    def leave_backward(self, lane: Lane, group: Group) -> None: ...
-
-
 class Saving:
     """Context manager and pack hook for a segment of forward. It can be entered several times.
 
@@ -85,7 +64,7 @@ class Saving:
 
     __slots__ = ("_engine", "group", "lane")
 
-    def __init__(self, engine: _SavingEngine, lane: Lane, group: Group | None) -> None:
+    def __init__(self, engine: Any, lane: Lane, group: Group | None) -> None:
         self._engine = engine
         self.lane = lane
         self.group = group
@@ -107,7 +86,8 @@ class Saving:
                     return keep_tensor(tensor, lane.place)
                 group.count_small(tensor)
                 return keep_tensor(tensor, group.place)
-        return engine.save(tensor, lane=lane, group=group)
+        handle: Packed = engine.save(tensor, lane=lane, group=group)
+        return handle
 
     def unpack(self, handle: Packed) -> torch.Tensor:
         """Unpack hook: return the tensor of `handle`."""
@@ -130,7 +110,7 @@ class Following(Saving):
 
     __slots__ = ("_seen",)
 
-    def __init__(self, engine: _SavingEngine, lane: Lane) -> None:
+    def __init__(self, engine: Any, lane: Lane) -> None:
         super().__init__(engine, lane, None)
         self._seen: set[int] = set()
 
@@ -139,7 +119,8 @@ class Following(Saving):
         engine = self._engine
         if engine.observers or type(tensor) is torch.nn.Parameter or engine.is_always_too_small(tensor):
             return super().__call__(tensor)
-        return engine.save_followed(tensor, lane=self.lane, seen=self._seen)
+        handle: Packed = engine.save_followed(tensor, lane=self.lane, seen=self._seen)
+        return handle
 
 
 class Region(Saving):
@@ -178,13 +159,13 @@ class Region(Saving):
             mark_end(engine, lane, group, tensor)
 
 
-def mark_start(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_start(engine: Any, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the start mark of `group` on `tensor`, if it is the lane's first group. See `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 
 
-def mark_end(engine: _SavingEngine, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
+def mark_end(engine: Any, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
     """Put the end mark of `group` on `tensor`, an output of its site or of a later op."""
     add_mark(tensor, lambda gradient: engine.approach_backward(lane, group))
 

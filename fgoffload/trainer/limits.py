@@ -83,7 +83,7 @@ def _list_graph_faults(arguments: TrainingArguments) -> Iterator[str]:
         ("--rampup-batch-size", arguments.rampup_batch_size, "graphs have a fixed number of microbatches"),
     ):
         if is_given:
-            yield f"{flag} and {other} exclude each other: {reason}. Remove one of them."
+            yield f"{flag} and {other} are mutually exclusive: {reason}. Remove one of them."
     yield from list_dropless_faults(impl, arguments.transformer)
 
 

@@ -259,8 +259,8 @@ class TrainingArguments:
             )
         if self.packed_sequences and self.micro_batch_size > 1:
             yield (
-                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences exclude each other: a packed microbatch "
-                "is one long sequence. Use --micro-batch-size 1."
+                f"--micro-batch-size {self.micro_batch_size} and --packed-sequences are mutually exclusive: a packed "
+                "microbatch is one long sequence. Use --micro-batch-size 1."
             )
         if self.seq_length > self.max_position_embeddings:
             yield (

@@ -54,7 +54,6 @@ def make_machine(root, **changes):
         "find_gpu_uuid": lambda index: UUID,
         "measure_copies": lambda index: CopyRates(d2h=50e9, h2d=53e9),
         "try_pinning": lambda: None,
-        "memlock_limit_bytes": None,
         "cpus": frozenset({0, 1, 2, 3}),
     }
     vars(machine).update(defaults | changes)

@@ -45,8 +45,24 @@ def test_a_misspelled_word_gets_a_suggestion(capsys, words, suggestion):
     assert f"Did you mean {suggestion}?" in run_rejected(capsys, *words)
 
 
+def test_a_file_with_a_similar_name_is_suggested(capsys):
+    Path("train_moe.sh").touch()
+    assert "Did you mean train_moe.sh?" in run_rejected(capsys, "plan", "train_mo.sh", "--gpu", "h100")
+
+
+def test_a_plan_file_is_not_taken_for_a_model(capsys):
+    Path("plan.json").write_text('{"format": 1, "sites": []}', encoding="utf-8")
+    assert "plan.json is a plan, not a model." in run_rejected(capsys, "plan", "plan.json", "--gpu", "h100")
+
+
+def test_help_of_help_lists_the_commands(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(("help", "help"))
+    assert "run an unmodified training script" in capsys.readouterr().out
+
+
 def test_megatrons_optimizer_flag_is_not_an_abbreviation_of_our_flags(capsys):
-    message = "the command line: --optimizer expected one argument."
+    message = "error: --optimizer expected one argument."
     assert message in run_rejected(capsys, "plan", ARGUMENTS, "--gpu", "h100", "--optimizer")
 
 

@@ -14,7 +14,7 @@ from fgoffload.cli import main
 from fgoffload.cli.streams import LibraryLog
 
 BEFORE_TORCH = [
-    ((), "COMMAND is missing. Use one, for example: fgoffload train tiny_moe."),
+    ((), "COMMAND is missing. Use one of: train, run, plan, profile, bench, doctor, completion. For example: "),
     (("train",), "ARGUMENTS.sh is missing. Pass a Megatron argument file first"),
     (("trian",), "COMMAND 'trian' is not one of: train, run, plan, profile, bench, doctor, completion. Did you mean train?"),
     (("train", "none.sh"), "argument file 'none.sh' does not exist. Pass a file"),
@@ -33,7 +33,7 @@ AFTER_TORCH = [
         f"{ARGUMENTS} and the command line: --num-query-groups 3 does not divide --num-attention-heads 8.",
     ),
     (("--offload-plan", "none.json"), "--offload-plan none.json: No such file or directory."),
-    (("--step", "3"), "the command line: --step is an unknown flag. Did you mean --steps?"),
+    (("--step", "3"), "fgoffload: error: --step is an unknown flag. Did you mean --steps?"),
     (("--pipeline-model-parallel-size", "2"), "one copy of the model needs 2 processes (tensor x pipeline x context parallel"),
     (("--pipeline-model-parallel-size", "16"), "or plan without GPUs with fgoffload plan"),
     (("--offload-modules", "core_atn"), "--offload-modules 'core_atn' is not a tag. Did you mean 'core_attn'?"),

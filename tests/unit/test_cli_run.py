@@ -54,7 +54,7 @@ def get_computed(found):
 def test_without_our_flags_the_script_runs_unchanged_and_one_line_reports_offload_off(plain):
     ended, found = plain
     assert list_lines(ended) == [
-        f"fgoffload: offload is off unless {SCRIPT} creates a Trainer of transformers. For Megatron-Core, add "
+        f"fgoffload: waiting for {SCRIPT} to create a transformers Trainer. For Megatron-Core, add "
         "--fine-grained-activation-offloading."
     ]
     assert found["argv"][0] == SCRIPT
@@ -102,8 +102,14 @@ def test_invalid_offload_flags_exit_with_code_2_before_the_script_starts(tmp_pat
     ended = start(SCRIPT, *MODEL, *ON, "--offload-window", "1PB", "--result", str(tmp_path / "result"))
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("fgoffload: error: the command line: --offload-window '1PB' is not a size.")
+    assert line.startswith("fgoffload: error: --offload-window '1PB' is not a size.")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_single_process_has_no_rank_unless_the_script_imports_megatron(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import os\nraise SystemExit('RANK' in os.environ)")
+    assert start(str(script)).returncode == 0
 
 
 def test_help_lists_our_flags_without_importing_torch():

@@ -65,8 +65,8 @@ def test_a_tag_with_recomputed_tensors_is_rejected(tag, module):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig(offload_modules=(tag,)).check_recompute(["layernorm", module])
     assert str(caught.value) == (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
-        "so nothing would be offloaded. Remove one of them."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} are mutually exclusive: recomputed tensors are not "
+        "saved, so nothing would be offloaded. Remove one of them."
     )
 
 

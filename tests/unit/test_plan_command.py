@@ -61,7 +61,7 @@ def test_plan_from_config_json_fits_the_budget(capsys, config, tmp_path):
     assert (baseline[-1], chosen[-1]) == ("no", "yes")
     assert float(chosen[1].split()[0]) <= 15 < float(baseline[1].split()[0])
     assert str(path) in out
-    assert re.search(r"With Megatron's own flags, .*, with a peak of 1.\... GiB:", out)
+    assert re.search(r"(Recommended:|Or) Megatron's own flags, .* the plan, peak 1.\... GiB:", out)
     assert "the planner ignores --offload-modules, since it chooses what to offload and recompute." in err
     assert max(map(len, out.splitlines())) <= 80 + len(str(path))
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
@@ -92,7 +92,7 @@ def test_the_budget_suggested_by_an_error_has_a_plan(capsys, tmp_path):
     config = write_config(tmp_path, num_hidden_layers=2)
     words = (config, "--gpu", "h100", "--num-gpus", "16", "--pp", "2", "--ep", "8", "--global-batch-size", "32")
     code, _, error = plan(capsys, *words, "--offload-memory-budget", "6GiB")
-    least = re.search(r"Use a budget of (\d+MiB) or more", error).group(1)
+    least = re.search(r"Use a budget of ([\d.]+GiB) or more", error).group(1)
     assert code == 2
     assert plan(capsys, *words, "--offload-memory-budget", least)[0] == 0
 
@@ -165,8 +165,15 @@ def test_timeline_and_plot_are_written(capsys, config, tmp_path):
         ),
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the --json file, and"),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Use 8 or"),
-        ((LLAMA, "--gpu", "h100", "--pp", "3"), "the 8 GPUs of the file are not a multiple of 6, which a copy of"),
-        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "argument --hardware: not allowed with argument --gpu"),
+        ((LLAMA, "--gpu", "h100", "--pp", "3"), "--num-layers 32 of llama3_8b"),
+        ((LLAMA, "--gpu", "h100", "--hardware", "mine.json"), "--hardware and --gpu are mutually exclusive. Use only one of"),
+        ((LLAMA, "--gpu", "h100", "--with-optimizer", "--no-optimizer"), "--no-optimizer and --with-optimizer are mutually"),
+        ((LLAMA, "--gpu", "h100", "--tp", "2", "--tensor-model-parallel-size=4"), "set the same size. Use only one of them."),
+        ((LLAMA, "--gpu", "h100", "--reserve", "-1GiB"), "--reserve '-1GiB' is negative. Use a positive size"),
+        ((LLAMA, "--gpu", "h100", "--offload-fraction", "1"), "Did you mean --activation-offload-fraction?"),
+        ((LLAMA, "--gpu", "h100", "--offload-modules", "core_atn"), "is not a tag. Did you mean 'core_attn'?"),
+        ((LLAMA, "--gpu", "h100", "--recompute-modules", "moe_akt"), "is not supported. Did you mean moe_act?"),
+        ((LLAMA, "--gpu=h100", "--reserve=60GiB", "--offload-memory-budget=79GiB"), "Lower --reserve 60.00 GiB, spread"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
         ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),

@@ -99,7 +99,8 @@ def test_arguments_before_a_double_dash_go_to_torchrun(script):
     [
         ([], "SCRIPT.py is missing. Pass it before its flags"),
         (["--nproc-per-node", "2", "x.py"], "--nproc-per-node comes before the script. Put the script's flags after it"),
-        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Put it after the script"),
+        (["--offload-window", "1GiB", "--", "x.py"], "--offload-window comes before the script. Put --offload-window after it"),
+        (["--offload-memory-budgt=1GiB", "x.py"], "--offload-memory-budgt comes before the script. Put --offload-memory-"),
         (["none.py", "--lr", "1"], "script 'none.py' does not exist. Pass a Python training script"),
     ],
 )

@@ -142,10 +142,7 @@ class Planner:
         try:
             solution = solve([self._rank], budget_bytes=round((1 - _HEADROOM) * self._budget_bytes))
         except BudgetError as error:
-            why = (
-                f"memory {format_bytes(self._budget_bytes)} is too small even with recompute and offload: the smallest plan is "
-                f"predicted to need {format_bytes(error.least_bytes)}."
-            )
+            why = f"memory {format_bytes(self._budget_bytes)} is too small even with recompute and offload."
             return BudgetError(why, round(_SAFETY * error.least_bytes))
         result = solution.result
         return BudgetPlan(plan=solution.plan, peak_bytes=result.peak_bytes, step_s=result.step_s, blocks=self._blocks)
@@ -259,6 +256,7 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name
     where = "forward and backward" if is_settled else "forward and backward of the layers"
     lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else "time not measured yet"
+        later = "no time yet (steps 11 to 13 of the plan are timed)"
+        time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else later
         lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)

@@ -54,7 +54,7 @@ def offload(
     if memory is None and memory_reserve is None:
         return offload_sites(model, find_sites(model, modules), config, device=device)
     if memory is not None and modules != ():
-        raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
+        raise ConfigError(f"modules {modules!r} and memory {memory!r} are mutually exclusive. Pass only one of them.")
     from fgoffload.integrations.budget.handle import BudgetOffload  # here, to avoid a circular import
 
     known = find_handle(model)
@@ -74,7 +74,7 @@ def explain(handle: Any) -> str:
     """
     if not hasattr(handle, "explain"):
         raise ConfigError(
-            f"this {type(handle).__name__} has no plan. Pass the handle from fgoffload.offload(model, memory=...), or an "
-            "OffloadCallback(memory=...)."
+            f"this {type(handle).__name__} has no memory budget, and so no plan. See `handle.stats()`, or pass the handle "
+            "from fgoffload.offload(model, memory=...) or an OffloadCallback(memory=...)."
         )
     return str(handle.explain())

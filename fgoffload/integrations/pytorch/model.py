@@ -55,8 +55,8 @@ class ModelOffload(EngineOwner):
     Two threads may run the model at once, each in its own forward.
     """
 
-    is_of_trainer = False
-    """Whether a trainer's callback created the handle. If so, the next training run may replace it."""
+    trainer_state: object = None
+    """State of the training run whose callback uses the handle, or None. The next training run may replace the handle."""
 
     def __init__(
         self, model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice

@@ -57,7 +57,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     Raises:
         ConfigError: A pattern is not a string or matches no module, a tag is not one word, or a module would have two tags.
     """
-    tags = _read_patterns(patterns)
+    tags = read_patterns(patterns)
     modules = dict(name_modules(model))
     found = {name: [pattern for pattern in tags if _match_parts(pattern.split("."), name.split("."))] for name in modules}
     for pattern in tags:
@@ -83,10 +83,11 @@ def check_tag(tag: object) -> None:
         raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, for example 'core_attn'.")
 
 
-def _read_patterns(patterns: Patterns) -> dict[str, str | None]:
+def read_patterns(patterns: Patterns) -> dict[str, str | None]:
+    """Return the tag of each pattern, None by default. Raise `ConfigError` for invalid patterns."""
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, Iterable):
-        raise ConfigError(f"modules {patterns!r} are not patterns. Pass globs such as ['layers.*.mlp'] or a dict with tags.")
+        raise ConfigError(f"modules {patterns!r} is not a list of globs. Pass one such as ['layers.*'], or a dict with tags.")
     tags = dict(patterns) if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
     for pattern, tag in tags.items():
         if not isinstance(pattern, str):

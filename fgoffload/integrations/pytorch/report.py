@@ -46,8 +46,9 @@ class RunTotals:
 
     def __str__(self) -> str:
         """Return the last log line of a run."""
+        forwards = "1 forward" if self.forwards == 1 else f"{self.forwards} forwards"
         return (
-            f"{self.forwards} forwards. Each saved {format_bytes(self.saved_bytes / max(1, self.forwards))} in its regions and "
+            f"{forwards}. Each saved {format_bytes(self.saved_bytes / max(1, self.forwards))} in its regions and "
             f"freed {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of it between forward and backward. "
             f"Peak host memory: {format_bytes(self.host_peak_bytes)}."
         )
@@ -70,7 +71,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         )
     elif stats.kept_bytes:
         if KeptReason.TOO_SMALL.value in stats.kept_bytes:
-            fix = "Lower `min_offloaded_bytes` of the TransferConfig"
+            fix = "Lower `min_offloaded_bytes` with config=TransferConfig(...), for a Trainer in OffloadCallback(...)"
         kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
         reason = f"everything stayed on the device. {kept}."
     elif stats.dropped_storages:

@@ -1,6 +1,7 @@
 """Callback that offloads the activations of a `Trainer`'s model."""
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from fgoffload.integrations.budget.memory import check_memory
 from fgoffload.integrations.pytorch.entry import explain, offload
 from fgoffload.integrations.pytorch.layers import find_layers
 from fgoffload.integrations.pytorch.model import ModelOffload, find_handle, offload_sites
-from fgoffload.integrations.pytorch.patterns import Patterns, find_sites
+from fgoffload.integrations.pytorch.patterns import Patterns, find_sites, read_patterns
+from fgoffload.integrations.pytorch.tensors import check_config
 from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import GIB, is_size
 
@@ -54,16 +56,19 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         memory_reserve: str | int | None = None,
     ) -> None:
         if memory is not None and modules is not None:
-            raise ConfigError(f"modules {modules!r} and memory {memory!r} exclude each other. Pass only one of them.")
+            raise ConfigError(f"modules {modules!r} and memory {memory!r} are mutually exclusive. Pass only one of them.")
         if isinstance(modules, str) and is_size(modules):
             raise ConfigError(f"modules {modules!r} is a size. For a memory budget, use OffloadCallback(memory={modules!r}).")
         if memory is not None or memory_reserve is not None:
             check_memory(memory, reserve=memory_reserve)
+        if modules is not None:
+            tags = read_patterns(modules)
+            modules = modules if isinstance(modules, Mapping) else list(tags)  # an iterator would be empty the second time
         self.handle: ModelOffload | None = None
         """Handle of the model. None outside training."""
         self._modules = modules
         self._memory, self._memory_reserve = memory, memory_reserve
-        self._config = config or TransferConfig(is_timed=True)
+        self._config = check_config(config) or TransferConfig(is_timed=True)
         self._plan = ""
         """Text of the last plan, for `explain` after training."""
         self._steps = 0
@@ -83,13 +88,20 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
             return
         if self.handle is None:
-            _warn_of_rivals(args, model)
             earlier = find_handle(model)
-            if earlier is not None and earlier.is_of_trainer:
+            if earlier is not None and earlier.trainer_state is state:
+                logger.warning(
+                    "The Trainer has two OffloadCallbacks and uses only the first. Remove the other. `fgoffload run` adds one "
+                    "unless Trainer(callbacks=[...]) has one."
+                )
+                return
+            _warn_of_rivals(args, model)
+            if earlier is not None and earlier.trainer_state is not None:
                 earlier.close()  # an error or interrupt ended that training run
         elif not self.handle.is_for(model):
             self.handle.close()
         elif self._memory is not None:
+            self.handle.trainer_state = state
             return
         if self._memory is not None:
             self._uses_cache = getattr(getattr(model, "config", None), "use_cache", None)
@@ -99,7 +111,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         else:
             sites = find_layers(model) if self._modules is None else find_sites(model, self._modules)
             self.handle = offload_sites(model, sites, self._config)
-        self.handle.is_of_trainer = True
+        self.handle.trainer_state = state
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
         """Read the statistics of the step. Log the saved memory once, except with a budget, which logs its plan."""
@@ -150,8 +162,13 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         Raises:
             ConfigError: The callback has no memory budget, or training has not begun.
         """
-        if self._memory is None or (self.handle is None and not self._plan):
-            raise ConfigError("this OffloadCallback has no plan yet. Pass memory=..., and call this after training has begun.")
+        if self._memory is None:
+            raise ConfigError(
+                "this OffloadCallback has no memory budget, and so no plan. See `offload/saved_gib` in the Trainer's log, or "
+                "use OffloadCallback(memory=...)."
+            )
+        if self.handle is None and not self._plan:
+            raise ConfigError("this OffloadCallback has no plan yet. Call `explain` after training has begun.")
         return self._plan if self.handle is None else explain(self.handle)
 
 

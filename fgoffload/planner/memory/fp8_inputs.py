@@ -45,9 +45,7 @@ def pad_rows(recipe: Fp8Recipe | None, rows: int) -> int:
 
     Source: `get_align_size_for_quantization` of Transformer Engine; `TEGroupedMLP` of megatron-core 0.16.1 pads each expert.
     """
-    if recipe is None:
-        return rows
-    return _round_up(rows, 32 if recipe == "mxfp8" else 16)
+    return rows if recipe is None else _round_up(rows, 32 if recipe == "mxfp8" else 16)
 
 
 def _round_up(count: int, multiple: int) -> int:

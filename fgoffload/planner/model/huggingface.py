@@ -56,6 +56,8 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
         document = {"model_type": f"{document.get('model_type')}_text", **text}
     kind = str(document.get("model_type", "")).removesuffix("_text")
     if kind not in KINDS:
+        if "sites" in document:
+            raise ConfigError(f"{path} is a plan, not a model. Use it with `fgoffload run SCRIPT.py --offload-plan {path}`.")
         nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.75)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
         raise ConfigError(

@@ -135,9 +135,7 @@ class ModelShape:
 
     def get_kind(self, number: int) -> Literal["dense", "moe", "mtp"]:
         """Return the kind of layer `number`."""
-        if number >= self.num_layers:
-            return "mtp"
-        return "moe" if self.has_experts(number) else "dense"
+        return "mtp" if number >= self.num_layers else "moe" if self.has_experts(number) else "dense"
 
     def has_experts(self, number: int) -> bool:
         """Return whether layer `number` has experts. Multi-token prediction has them if the last decoder layer does."""

@@ -175,7 +175,7 @@ class Parallelism:
         )
         if sum(map(bool, settings)) > 1:
             given = " and ".join(name for names in settings for name in names)
-            raise ConfigError(f"{given} exclude each other, because each sets the layers per stage. Use one of them.")
+            raise ConfigError(f"{given} are mutually exclusive, because each sets the layers per stage. Use one of them.")
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
             # megatron-core 0.16.1 divides by the number of stages between the first and the last, which is 0 here.
             raise ConfigError(

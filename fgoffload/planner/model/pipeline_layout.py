@@ -21,8 +21,7 @@ _PIECE = re.compile(r"\((?P<group>[^()]*)\)\*(?P<group_count>\d{1,4})|(?P<one>[E
 
 def parse_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each virtual stage, in forward order."""
-    text = _repeat(layout.replace(",", ""), layout)
-    return tuple(text.split("|"))
+    return tuple(_repeat(layout.replace(",", ""), layout).split("|"))
 
 
 def check_layout(layout: str, *, num_layers: int, mtp_num_layers: int, pipeline_parallel_size: int) -> None:

@@ -51,7 +51,7 @@ class Price:
         also = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
         if self.lacking_bytes:
             return f"without it{also}, rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
-        return f"the plan fits without it{also} too"
+        return f"the plan fits without it{also} too; no faster plan was found"
 
 
 def price_decisions(

@@ -50,12 +50,6 @@ class FullRecompute:
     method: FullMethod  # `--recompute-method`
     layers: int = 1  # `--recompute-num-layers`: layers of each chunk with `block`, always 1 with `uniform`
 
-    def __post_init__(self) -> None:
-        if self.layers < 1 or (self.method is FullMethod.UNIFORM and self.layers != 1):
-            raise ConfigError(
-                f"--recompute-num-layers {self.layers} is invalid for {self.method.value}. Use 1; block allows more."
-            )
-
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:

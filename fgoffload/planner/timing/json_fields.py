@@ -37,9 +37,7 @@ def to_json_value(value: Any) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {key: to_json_value(one) for key, one in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [to_json_value(one) for one in value]
-    return value
+    return [to_json_value(one) for one in value] if isinstance(value, (tuple, list)) else value
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:

@@ -44,7 +44,7 @@ def test_without_a_gpu_its_rows_are_skipped_and_the_others_checked(tmp_path):
     skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
     assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
     assert {rows[name].found for name in skipped} == {"torch finds no usable GPU"}
-    assert rows["pinned memory"].found == "no limit; pinning not tested, since it requires a GPU"
+    assert rows["pinned memory"].found == "not tested, since it requires a GPU"
     assert rows["host memory"].status is Status.OK
 
 
@@ -66,7 +66,7 @@ def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
             Status.ERROR,
             "megatron-core>=0.16.1",
         ),
-        ({"try_pinning": lambda: "CUDA could not pin"}, "pinned memory", Status.ERROR, "ulimit -l unlimited"),
+        ({"try_pinning": lambda: "CUDA could not pin"}, "pinned memory", Status.ERROR, "container's memory limit"),
         ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
         ({"measure_copies": lambda index: CopyRates(d2h=53e9, h2d=12e9)}, "GPU 0: copy rates", Status.WARNING, ""),
         ({"run": CommandOutputs(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),

@@ -207,7 +207,7 @@ def test_a_pinning_failure_raises_one_clear_error_and_leaves_the_arena_usable(ma
     arena = HostArena(device, budget=8 * MIB)
     with pytest.raises(StateError) as caught:
         arena.find_block(6 * MIB)
-    for part in ("could not pin 6.00 MiB", "returned 2", "--offload-host-budget", "ulimit -l"):
+    for part in ("could not pin 6.00 MiB", "returned 2", "--offload-host-budget", "container's memory limit"):
         assert part in str(caught.value)
     assert arena.used_bytes == arena.reserved_bytes == 0
     cudart.status = 0

@@ -68,5 +68,11 @@ def test_repeating_offload_returns_the_same_handle_and_sizes_need_units():
     with pytest.raises(fgoffload.ConfigError, match=r"'60GiB' is a size.*OffloadCallback\(memory='60GiB'\)"):
         OffloadCallback("60GiB")
     OffloadCallback("0.*")  # a pattern may start with a number
+    for wrong in ({"modules": 3}, {"modules": [3]}, {"config": {}}, {"modules": ["*"], "memory": "1GiB"}):
+        with pytest.raises(fgoffload.ConfigError, match=r"modules|pattern|config"):
+            OffloadCallback(**wrong)
+    for arguments, message in (({}, "no memory budget, and so no plan.*saved_gib"), ({"memory": "1GiB"}, "no plan yet")):
+        with pytest.raises(fgoffload.ConfigError, match=message):
+            fgoffload.explain(OffloadCallback(**arguments))
     with pytest.raises(fgoffload.ConfigError, match="matches one character"):
         fgoffload.offload(make_llama(), "model.layers.[10-15]")

@@ -69,7 +69,9 @@ def test_training_is_bitwise_identical_and_logs_the_savings(callback, tmp_path, 
 
 def test_training_within_a_memory_budget_is_bitwise_identical(callback_type, tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.budget")
-    compare(tmp_path, callback_type(config=ALL, memory="400KiB"), lambda: make_llama(use_cache=False))
+    callback = callback_type(config=ALL, memory="400KiB")
+    compare(tmp_path, callback, lambda: make_llama(use_cache=False))
+    assert "measured: no time yet (steps 11 to 13 of the plan are timed)" in callback.explain()
     assert re.search(r"layer \d \(LlamaDecoderLayer\), .* saved: .*(offload|recompute)", caplog.text)
 
 
@@ -182,6 +184,16 @@ def test_training_another_model_restores_the_model_whose_training_failed(callbac
     assert "forward" in vars(model.model.layers[0])
     compare(tmp_path, callback)
     assert "forward" not in vars(model.model.layers[0])
+
+
+def test_of_two_callbacks_the_first_is_used_with_a_warning(callback, callback_type, tmp_path, caplog):
+    trainer = make_trainer(make_llama(), tmp_path, callback, callback_type(["lm_head"]))
+    trainer.train()
+    assert get_logged(trainer, "percent") == [100] * 4
+    assert [line for line in caplog.messages if "OffloadCallbacks" in line or "no effect" in line] == [
+        "The Trainer has two OffloadCallbacks and uses only the first. Remove the other. `fgoffload run` adds one unless "
+        "Trainer(callbacks=[...]) has one."
+    ]
 
 
 def test_selected_modules_are_offloaded_instead_of_the_layers(callback_type, tmp_path):

@@ -36,6 +36,6 @@ def test_without_a_usable_gpu_none_is_selected(monkeypatch):
 def test_an_error_while_applying_undoes_everything(monkeypatch):
     values = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     monkeypatch.setattr(script, "read_megatron_flags", lambda words: values)
-    with pytest.raises(ConfigError, match="exclude each other"):
+    with pytest.raises(ConfigError, match="are mutually exclusive"):
         apply_to_script(CONFIG, (), {})
     assert not is_replaced()

@@ -65,7 +65,7 @@ def test_flags_set_gradient_and_optimizer_bytes_per_parameter(flags, expected):
         ("--main-grads-dtype bf16", "--main-grads-dtype bf16 needs --use-precision-aware-optimizer. Add it, or pass"),
         ("--main-params-dtype fp16", "--main-params-dtype fp16 needs --use-precision-aware-optimizer"),
         ("--main-params-dtype bf16", "--main-params-dtype 'bf16' is not supported. Use one of: fp32, fp16"),
-        (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "exclude each other. Use one of them"),
+        (f"{AWARE} --main-grads-dtype bf16 --accumulate-allreduce-grads-in-fp32", "are mutually exclusive. Use one of them"),
         ("--min-offloaded-tensor-size -1", "--min-offloaded-tensor-size -1 is below 0"),
         ("--offload-window 1PB", "--offload-window '1PB' is not a size"),
         ("--offload-prefetch 5", "--offload-prefetch '5' has no unit"),
@@ -74,7 +74,7 @@ def test_flags_set_gradient_and_optimizer_bytes_per_parameter(flags, expected):
 def test_flags_that_megatron_rejects_are_rejected(flags, message):
     with pytest.raises(ConfigError, match=f"^file.sh: .*{message}"):
         read(flags)
-    with pytest.raises(ConfigError, match="the command line"):
+    with pytest.raises(ConfigError, match=message):
         read(typed=flags)
 
 

@@ -132,9 +132,9 @@ def test_transformer_engine_graphs_need_transformer_engine(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (f"{TE} --variable-seq-lengths", "and --variable-seq-lengths exclude each other: a graph has fixed shapes"),
-        (f"{TE} {TE_LAYERS} --micro-batch-size 1 --packed-sequences", "and --packed-sequences exclude each other"),
-        (f"{TE} --rampup-batch-size 2 2 8", "and --rampup-batch-size exclude each other"),
+        (f"{TE} --variable-seq-lengths", "and --variable-seq-lengths are mutually exclusive: a graph has fixed shapes"),
+        (f"{TE} {TE_LAYERS} --micro-batch-size 1 --packed-sequences", "and --packed-sequences are mutually exclusive"),
+        (f"{TE} --rampup-batch-size 2 2 8", "and --rampup-batch-size are mutually exclusive"),
         ("--enable-cuda-graph", "--enable-cuda-graph, a deprecated flag, is not supported in this version: use"),
         (f"{FULL} --num-experts 4", "dropless routing synchronizes on the token counts, which a graph cannot capture."),
         (f"{FULL} --num-experts 4 --moe-expert-capacity-factor 1.0", "--moe-pad-expert-input-to-capacity"),

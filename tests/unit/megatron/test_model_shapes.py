@@ -159,11 +159,11 @@ def test_missing_flags_are_named(removed, added, message):
 @pytest.mark.parametrize(
     ("typed", "message"),
     [
-        ("--seq-lenght 256", r"the command line: --seq-lenght is an unknown flag.* Did you mean --seq-length\?"),
-        ("--save-intervl=3", r"the command line: --save-intervl is an unknown flag.* Did you mean --save-interval\?"),
-        ("--jsn 3", r"the command line: --jsn is an unknown flag.* Did you mean --json\?"),
-        ("256", "the command line: '256' is not a flag"),
-        ("--seq-length", "the command line: --seq-length expected one argument"),
+        ("--seq-lenght 256", r"^--seq-lenght is an unknown flag.* Did you mean --seq-length\?"),
+        ("--save-intervl=3", r"^--save-intervl is an unknown flag.* Did you mean --save-interval\?"),
+        ("--jsn 3", r"^--jsn is an unknown flag.* Did you mean --json\?"),
+        ("256", "^'256' is not a flag"),
+        ("--seq-length", "^--seq-length expected one argument"),
         ("--seq-length 129 --cp 2", "file.sh and the command line: --seq-length 129"),
     ],
 )

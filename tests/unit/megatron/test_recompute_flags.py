@@ -95,6 +95,6 @@ def test_tags_of_recomputed_tensors_are_rejected_at_argument_parsing(module, tag
     with pytest.raises(ConfigError) as caught:
         parse_arguments(f"{MIXED} {SELECTIVE} {module} {OFFLOAD} {tag}".split(), source="test")
     assert (
-        f"--offload-modules {tag!r} and --recompute-modules {module!r} exclude each other: recomputed tensors are not saved, "
-        "so nothing would be offloaded. Remove one of them."
+        f"--offload-modules {tag!r} and --recompute-modules {module!r} are mutually exclusive: recomputed tensors are not "
+        "saved, so nothing would be offloaded. Remove one of them."
     ) in str(caught.value)

@@ -18,7 +18,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
 @pytest.mark.parametrize(
     ("tag", "values", "message"),
     [
-        ("core_attn", FULL, "'core_attn' and --recompute-method uniform exclude each other"),
+        ("core_attn", FULL, "'core_attn' and --recompute-method uniform are mutually exclusive"),
         ("mlp_norm", {**FULL, **EXPERTS}, "Use layer_input instead"),
         ("layer_input", {}, "Pass --recompute-granularity full"),
         ("layer_input", {"recompute_granularity": "selective"}, "Pass --recompute-granularity full"),
@@ -31,7 +31,7 @@ SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 64}
         ("core_attn", {"recompute_granularity": "selective"}, "'core_attn' and --recompute-modules 'core_attn'"),
         ("expert_fc2", {**EXPERTS, "moe_paged_stash": True}, "the stash moves the experts' saved tensors to its own pages"),
         # A checkpoint's arguments define the model, but not its recompute.
-        ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "exclude each other"),
+        ("core_attn", {"recompute_granularity": "selective", "use_checkpoint_args": True}, "are mutually exclusive"),
     ],
 )
 def test_tags_that_save_nothing_are_rejected(tag, values, message):

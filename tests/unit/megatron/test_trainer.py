@@ -116,7 +116,7 @@ def test_context_parallel_ranks_get_the_same_tokens_as_in_megatron(size: int) ->
         ("--expert-model-parallel-size 4", 2, r"the experts of a model need 4 processes .* torchrun --nproc-per-node 4"),
         ("--expert-model-parallel-size 2 --tensor-model-parallel-size 2", 2, r"the experts of a model need 4 processes"),
         ("--global-batch-size 3", 2, r"--global-batch-size 3 is not a multiple of .* data-parallel size 2 = 2\. Use 2\."),
-        ("--packed-sequences --micro-batch-size 2", 1, r"--micro-batch-size 2 and --packed-sequences exclude each other"),
+        ("--packed-sequences --micro-batch-size 2", 1, r"--micro-batch-size 2 and --packed-sequences are mutually exclusive"),
         ("--rampup-batch-size 1 1", 1, r"--rampup-batch-size 1 1 is not three positive numbers\. Use START, INCREMENT and"),
         ("--rampup-batch-size 1 0 9", 1, r"--rampup-batch-size 1 0 9 is not three positive"),
         ("--rampup-batch-size 1 1 9", 2, r"--rampup-batch-size 1 1 9: START or INCREMENT is not a multiple of .* = 2\."),

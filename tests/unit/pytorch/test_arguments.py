@@ -17,7 +17,7 @@ INVALID = {
     "a string as the model": (lambda: fgoffload.offload("model", ["*"]), "model 'model' is not a torch.nn.Module"),
     "a pattern that is a number": (lambda: fgoffload.offload(MODEL, {1: "a"}), "pattern 1 is not a string"),
     "patterns with a number": (lambda: fgoffload.offload(MODEL, ["*", 1]), "pattern 1 is not a string"),
-    "no patterns": (lambda: fgoffload.offload(MODEL, None), "modules None are not patterns"),
+    "no patterns": (lambda: fgoffload.offload(MODEL, None), "modules None is not a list of globs"),
     "a config of offload": (lambda: fgoffload.offload(MODEL, ["*"], {"enabled": True}), "config {'enabled': True} is not a"),
     "a config of a block": (lambda: fgoffload.saved_tensors({}), "config {} is not a TransferConfig"),
     "a config of a tensor": (lambda: fgoffload.offload_tensor(torch.ones(1), config=1), "config 1 is not a TransferConfig"),

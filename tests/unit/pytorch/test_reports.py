@@ -105,7 +105,7 @@ def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(take_logge
     assert warnings[1].startswith(
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
     )
-    assert warnings[1].endswith("Lower `min_offloaded_bytes` of the TransferConfig, or omit the tag.")
+    assert warnings[1].endswith("for a Trainer in OffloadCallback(...), or omit the tag.")
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
@@ -116,7 +116,9 @@ def test_a_handle_without_modules_or_regions_logs_a_warning(take_logged):
         handle.stats()
         train(net)
     (warning,) = take_logged(logging.WARNING)
-    assert "no module is selected and its forward ran no `fgoffload.region`" in warning
+    assert "no module is selected and its forward ran no `fgoffload.region`. Pass modules or memory" in warning
+    with pytest.raises(fgoffload.ConfigError, match=r"no memory budget, and so no plan\. See `handle.stats\(\)`"):
+        fgoffload.explain(handle)
 
 
 def test_closing_a_handle_that_no_forward_used_logs_a_warning(take_logged):

@@ -5,7 +5,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -24,29 +24,6 @@ from fgoffload.watched import Watched
 logger = logging.getLogger(__name__)
 
 _Context = contextlib.AbstractContextManager[object]
-
-
-class _Measurement(Protocol):
-    """Methods of a step measurement that this module calls. See `profile.step_measurement`."""
-
-    @property
-    def is_recording(self) -> bool: ...
-
-    def close(self) -> None: ...
-
-    def prepare_layer(self, layer: Any, chunk: int, inputs: Any) -> None: ...
-
-    def begin_step(self, call: ScheduleCall) -> None: ...
-
-    def finish_step(self) -> None: ...
-
-    def watch_model(self, model: torch.nn.Module, chunk: int) -> _Context: ...
-
-    def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> _Context: ...
-
-    def find_region(self, site: Site, lane: Lane) -> Region | None: ...
-
-    def apart(self) -> _Context: ...
 
 
 class Holding:
@@ -81,8 +58,8 @@ class MegatronOffload:
         self.engine = engine
         self.last_step: StepStats | None = None
         """Statistics of the last complete step on this rank; None until a Megatron schedule or `finish_step` ends a step."""
-        self.measurement: _Measurement | None = None
-        """Measures steps for `--offload-modules auto` or for a profile; None if no step is measured."""
+        self.measurement: Any = None
+        """`StepMeasurement` for `--offload-modules auto` or for a profile; None if no step is measured."""
         self._undo = undo
         plan = None if config.offload_plan is None else OffloadPlan.load(config.offload_plan)
         self.selected = list_selected_tags(config, plan)
@@ -203,7 +180,8 @@ class MegatronOffload:
         """Return a context manager in which the measurement, if any, observes the forward of chunk `chunk`."""
         if self.measurement is None or is_inert():
             return contextlib.nullcontext()
-        return self.measurement.watch_model(model, chunk)
+        context: _Context = self.measurement.watch_model(model, chunk)
+        return context
 
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> _Context:
         """Return the context manager for the current layer's forward. It records or watches the layer's saves as needed.
@@ -211,7 +189,8 @@ class MegatronOffload:
         If `has_parts`, the layer also calls `watch_attention`, which can watch attention alone.
         """
         if self.measurement is not None and self.measurement.is_recording:
-            return self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
+            context: _Context = self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
+            return context
         # Free offloaded tensors of earlier layers here, because the next group may not end before backward.
         self.engine.poll()
         watched = self._find_watched()
@@ -272,7 +251,8 @@ class MegatronOffload:
         if self._lane is None:
             return None
         if self.measurement is not None and self.measurement.is_recording:
-            return self.measurement.find_region(Site(chunk=self.chunk, layer=self.layer, tag=tag), self._lane)
+            found: Region | None = self.measurement.find_region(Site(chunk=self.chunk, layer=self.layer, tag=tag), self._lane)
+            return found
         site = self.actions.find_offloaded(self.chunk, self.layer, tag)
         if site is None:
             return None

@@ -30,7 +30,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
 
     Raises:
-        ConfigError: A flag has an invalid value, or two flags exclude each other.
+        ConfigError: A flag has an invalid value, or two flags are mutually exclusive.
     """
     elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
     if elements < 0:
@@ -59,7 +59,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
 
     Raises:
-        ConfigError: A dtype needs the precision-aware optimizer, or two flags exclude each other.
+        ConfigError: A dtype needs the precision-aware optimizer, or two flags are mutually exclusive.
     """
     is_aware = values.get("use_precision_aware_optimizer", False)
     types = {name: values.get(name, "fp32") for name in _PRECISION_AWARE_TYPES}
@@ -107,7 +107,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
     accumulates = values.get("accumulate_allreduce_grads_in_fp32", False)
     if accumulates and main_dtype != "fp32":
         raise ConfigError(
-            f"--main-grads-dtype {main_dtype} and --accumulate-allreduce-grads-in-fp32 exclude each other. Use one of them."
+            f"--main-grads-dtype {main_dtype} and --accumulate-allreduce-grads-in-fp32 are mutually exclusive. Use one of them."
         )
     if values.get("bf16"):
         return DTYPE_BYTES["bf16" if values.get("grad_reduce_in_bf16") else main_dtype]

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.flags.flag_sources import add_source
+from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
 _LONGEST_PATTERN = 10_000
 """Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
@@ -94,7 +96,9 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
     def choice(text: str) -> str:
         if text not in choices:
-            raise argparse.ArgumentTypeError(f"{text!r} is not supported. Use one of: {', '.join(choices)}.")
+            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.8)  # bf16 is not a typo of fp16
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is not supported.{hint} Use one of: {', '.join(choices)}.")
         return text
 
     return choice
@@ -111,7 +115,7 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    Errors begin with `source`. Suggestions for typos include the flags `known_elsewhere`, which other code parses.
+    Errors begin with `source`, see `add_source`. Suggestions for typos include `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
@@ -139,9 +143,11 @@ class FlagParser(argparse.ArgumentParser):
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def find_nearest(self, flag: str) -> str | None:
-        """Return the known flag that is most similar to `flag`, or None if none is similar."""
+        """Return the known flag that is most similar to `flag`, or None. Of two similar ones, return fgoffload's own."""
         known = (*self._option_string_actions, *self._known_elsewhere)
-        return next(iter(difflib.get_close_matches(flag, known, n=1, cutoff=_NEAREST_CUTOFF)), None)
+        near = difflib.get_close_matches(flag, known, n=2, cutoff=_NEAREST_CUTOFF)
+        scores = {one: difflib.SequenceMatcher(None, one, flag).ratio() + 0.05 * (one in DECIDED_BY_PLAN) for one in near}
+        return max(near, key=lambda one: scores[one], default=None)
 
     def error(self, message: str) -> NoReturn:
         """Convert an error of argparse to a ConfigError, and raise it."""
@@ -153,15 +159,15 @@ class FlagParser(argparse.ArgumentParser):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
         if rest.startswith("'$"):
             rest = f"{rest} The script does not set that variable."
-        raise ConfigError(f"{self.source}: {flag} {rest}" if rest else f"{self.source}: {message}")
+        raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:
         flag = word.partition("=")[0]
         if not flag.startswith("-"):
-            raise ConfigError(f"{self.source}: {word!r} is not a flag. Flags begin with --.")
+            raise ConfigError(add_source(self.source, f"{word!r} is not a flag. Flags begin with --."))
         nearest = self.find_nearest(flag)
         hint = "Remove it." if nearest is None else f"Did you mean {nearest}?"
-        raise ConfigError(f"{self.source}: {flag} is an unknown flag. {hint}")
+        raise ConfigError(add_source(self.source, f"{flag} is an unknown flag. {hint}"))
 
 
 def add_field_flags(

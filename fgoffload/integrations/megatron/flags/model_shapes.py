@@ -183,7 +183,7 @@ def read_assumptions(
         has_optimizer: Whether steps update the parameters.
 
     Raises:
-        ConfigError: A flag has an invalid value, or two flags exclude each other.
+        ConfigError: A flag has an invalid value, or two flags are mutually exclusive.
     """
     parsed, _ = build_model_parser(source).parse_known_args(drop_unset(flags, typed))
     parsed, _ = build_model_parser(COMMAND_LINE).parse_known_args(list(typed), parsed)
@@ -226,7 +226,7 @@ def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
-        raise ConfigError("--bf16 and --fp16 exclude each other. Use one of them; --no-bf16 or --no-fp16 overrides a file.")
+        raise ConfigError("--bf16 and --fp16 are mutually exclusive. Use one of them; --no-bf16 or --no-fp16 overrides a file.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)

@@ -9,7 +9,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.planner.checks import LARGEST_SIZE, check_count
 from fgoffload.planner.model.model_shape import ModelShape
-from fgoffload.planner.model.parallelism import Parallelism, check_shared_layers
+from fgoffload.planner.model.parallelism import Parallelism, check_shared_layers, list_chunks
 from fgoffload.planner.model.pipeline_layout import parse_layout
 
 _SIZES = {
@@ -62,7 +62,13 @@ def make_parallelism(
     # Checked first: if ranks cannot share a layer, the error below cannot suggest a number of GPUs.
     layer_sizes = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
-    data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
+    try:
+        data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
+    except ConfigError:
+        # If the stages cannot share the layers either, raise that error: no number of GPUs would help.
+        others = {flag: value for flag, value in values.items() if flag not in ("num_gpus", "global_batch_size")}
+        list_chunks(model, make_parallelism(others, model, num_gpus=None, fills_pipeline=True))
+        raise
     stages = sizes["pipeline_parallel_size"]
     virtual_size = count_chunks(values, model.num_layers, stages)
     default = _count_microbatches_that_fill(values, stages=stages, virtual_size=virtual_size) if fills_pipeline else 1

@@ -3,16 +3,21 @@
 A caller of `apply` may have several models with different sites, so `apply` reports tags without a site after the first step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fgoffload.config import OffloadConfig
+from fgoffload.config import AUTO, OffloadConfig
 from fgoffload.errors import ConfigError
+from fgoffload.integrations.megatron.arguments import add_fine_grained_offload_args
+from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
+from fgoffload.integrations.megatron.flags.flag_sources import COMMAND_LINE
 from fgoffload.integrations.megatron.graphs.graph_checks import check_graphs, has_dense_layers
+from fgoffload.tags import RECOMPUTE_MODULES
 
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
 _STASHED_TAGS = ("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp")
 _DENSE_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
+_RECOMPUTE_MODULES = (*RECOMPUTE_MODULES, "gdn_norm_out", "gdp_in_proj", "mhc")  # in any version of Megatron-Core
 _OTHER_LAYERS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
@@ -21,6 +26,29 @@ _OTHER_LAYERS = (
     "use_checkpoint_args",
 )
 """Fields of models whose layers are defined by other flags or files."""
+
+
+def check_replaced(words: Sequence[str]) -> None:
+    """Check flags for offload and recompute that `fgoffload plan` replaces, as training does.
+
+    Raises:
+        ConfigError: A value is invalid, or two flags are mutually exclusive.
+    """
+    parser = add_fine_grained_offload_args(FlagParser(source=COMMAND_LINE))
+    recompute = {"granularity": ("full", "selective"), "method": ("uniform", "block"), "modules": _RECOMPUTE_MODULES}
+    for name, choices in recompute.items():
+        parser.add_argument(f"--recompute-{name}", nargs="*", type=one_of(choices), default=[])
+    flags, _ = parser.parse_known_args(["--fine-grained-activation-offloading", *words])
+    modules = " ".join(flags.recompute_modules)
+    if modules and "full" in flags.recompute_granularity:
+        raise ConfigError(f"--recompute-granularity full excludes --recompute-modules {modules}. Use selective, or remove one.")
+    # Training needs these flags too.
+    if not flags.offload_modules and not hasattr(flags, "offload_plan"):
+        flags.offload_modules = ["attn_norm"]
+    elif flags.offload_modules == [AUTO]:
+        flags.offload_memory_budget = "1GiB"
+    if (offload := OffloadConfig.from_flags(flags)) is not None:
+        offload.check_recompute(flags.recompute_modules)
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
@@ -46,7 +74,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Reject tags whose saved tensors Megatron's selective recompute drops.
 
     Raises:
-        ConfigError: A tag and a recompute module exclude each other.
+        ConfigError: A tag and a recompute module are mutually exclusive.
     """
     if values.get("recompute_granularity") == "selective":
         offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
@@ -56,12 +84,12 @@ def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
     """Reject tags of routed experts if Megatron's paged stash already moves their saved tensors.
 
     Raises:
-        ConfigError: A tag and the stash exclude each other.
+        ConfigError: A tag and the stash are mutually exclusive.
     """
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(
-                f"--offload-modules {name!r} and --moe-paged-stash exclude each other: the stash moves the experts' saved "
+                f"--offload-modules {name!r} and --moe-paged-stash are mutually exclusive: the stash moves the experts' saved "
                 "tensors to its own pages, so nothing is left to offload. Remove one of them."
             )
 
@@ -77,8 +105,8 @@ def _check_recompute(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
             )
         if name != "layer_input" and is_uniform and name in offload.tags:
             raise ConfigError(
-                f"--offload-modules {name!r} and --recompute-method uniform exclude each other: every layer is recomputed as "
-                "a whole and only saves its input. Use layer_input instead, or --recompute-method block."
+                f"--offload-modules {name!r} and --recompute-method uniform are mutually exclusive: every layer is recomputed "
+                "as a whole and only saves its input. Use layer_input instead, or --recompute-method block."
             )
 
 

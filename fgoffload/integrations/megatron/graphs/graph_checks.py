@@ -18,7 +18,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
 
     Raises:
-        ConfigError: A tag and a flag exclude each other. The message names both, the reason and the fix.
+        ConfigError: A tag and a flag are mutually exclusive. The message names both, the reason and the fix.
     """
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
@@ -43,7 +43,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     for tag in selected:
         if tag in kept:
             raise ConfigError(
-                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} exclude each other: {kept[tag]}. Remove one of them."
+                f"--offload-modules {tag!r} and --cuda-graph-impl {impl} are mutually exclusive: {kept[tag]}. Remove one."
             )
 
 

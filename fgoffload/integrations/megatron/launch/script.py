@@ -25,6 +25,7 @@ from fgoffload.units import parse_bytes
 
 _SWITCH = "--fine-grained-activation-offloading"
 _BUDGET = "--offload-memory-budget"
+_MODULES = "--offload-modules"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,46 +42,45 @@ class OwnFlags:
     """Memory budget for a script that creates a transformers Trainer, if Megatron's offload is off: `auto` or bytes."""
 
 
-def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False) -> OwnFlags:
+def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False, script_text: str = "") -> OwnFlags:
     """Split `words` into our flags and the script's words.
 
     A `--` and all words after it belong to the script. `makes_trainers` is true if the script creates a Trainer.
+    A flag in `script_text`, the script's source, is not a misspelling.
 
     Raises:
-        ConfigError: One of our flags has an invalid value.
+        ConfigError: One of our flags is misspelled or has an invalid value.
     """
     end = list(words).index("--") if "--" in words else len(words)
     parser = FlagParser(source=COMMAND_LINE)
     add_fine_grained_offload_args(parser)
     values, rest = parser.parse_known_args(list(words[:end]))
-    try:
-        offload = OffloadConfig.from_flags(values)
-    except ConfigError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {error}") from error
+    _check_spelling(rest, parser, script_text)
+    offload = OffloadConfig.from_flags(values)
     budget = None if offload is not None else getattr(values, "offload_memory_budget", None)
     given = {word.partition("=")[0] for word in words[:end]} & set(parser.find_given(words[:end]))
     return OwnFlags(
         offload=offload,
         trainer_budget=budget if budget in (None, AUTO) else _read_budget(budget),
         script_words=(*rest, *words[end:]),
-        remarks=(*_list_misspelled(rest, parser), *_list_remarks(offload, given, makes_trainers=makes_trainers)),
+        remarks=tuple(_list_remarks(offload, given, makes_trainers=makes_trainers)),
     )
 
 
 def _read_budget(text: str) -> int:
-    budget_bytes = parse_bytes(text, name=f"{COMMAND_LINE}: {_BUDGET}", needs_unit=True)
+    budget_bytes = parse_bytes(text, name=_BUDGET, needs_unit=True)
     if budget_bytes <= 0:
-        raise ConfigError(f"{COMMAND_LINE}: {_BUDGET} {text} leaves no GPU memory. Use a size, for example 60GiB.")
+        raise ConfigError(f"{_BUDGET} {text} leaves no GPU memory. Use a size, for example 60GiB.")
     return budget_bytes
 
 
-def _list_misspelled(script_words: Sequence[str], parser: FlagParser) -> Iterator[str]:
-    """Yield a warning for each word of the script that is almost one of our flags."""
+def _check_spelling(script_words: Sequence[str], parser: FlagParser, script_text: str) -> None:
+    """Reject words that are almost one of our flags, except those that `script_text` mentions."""
     for flag in (word.partition("=")[0] for word in script_words):
         near = parser.find_nearest(flag) or ""
         is_close = difflib.SequenceMatcher(None, near, flag).ratio() >= 0.9  # about two wrong letters
-        if is_close and near.startswith(("--offload", "--fine-grained")):
-            yield f"{flag} is not a flag of fgoffload, so the script receives it. Did you mean {near}?"
+        if is_close and near.startswith(("--offload", "--fine-grained")) and flag.strip("-") not in script_text:
+            raise ConfigError(f"{flag} is not a flag of fgoffload or of the script. Did you mean {near}?")
 
 
 def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
@@ -88,7 +88,9 @@ def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_train
     if offload is None and given - {_BUDGET} and not is_switched:
         flags = " ".join(sorted(given - {_BUDGET}))
         if makes_trainers:
-            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback(config=TransferConfig(...)) to it."
+            arguments = ["['model.layers.*']"] if _MODULES in given else []
+            arguments += ["config=TransferConfig(...)"] if given - {_BUDGET, _MODULES} else []
+            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback({', '.join(arguments)}) to it."
         else:
             yield f"{flags} has no effect without {_SWITCH}. Add {_SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
@@ -139,7 +141,4 @@ def _check_tags(offload: OffloadConfig, values: dict[str, Any] | None) -> None:
         return  # the values are unknown or in the YAML file
     if "num_experts" in values:  # the flag and the field have different names
         values["num_moe_experts"] = values["num_experts"]
-    try:
-        check_tags(offload, values)
-    except ConfigError as error:
-        raise ConfigError(f"{COMMAND_LINE}: {error}") from error
+    check_tags(offload, values)
