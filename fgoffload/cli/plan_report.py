@@ -153,8 +153,8 @@ def show_sweep(
     console.print(describe_budget(subject, None), soft_wrap=True)
     if (hardware := subject.hardware) is not None:
         fitting = sum(solution.budget_bytes <= hardware.device_memory_bytes for solution in solutions)
-        memory = f"the {format_bytes(hardware.device_memory_bytes)} of {hardware.name}"
-        console.print(f"{fitting} of these {len(solutions)} budgets fit into {memory}.", soft_wrap=True)
+        memory = f"{hardware.name}: {format_bytes(hardware.device_memory_bytes)}"
+        console.print(f"{fitting} of these {len(solutions)} budgets fit in GPU memory ({memory}).", soft_wrap=True)
     if checked.json is not None:
         _write(checked.json, json.dumps(list_sweep(report.baselines, solutions, subject), indent=1))
     if checked.plot is not None:

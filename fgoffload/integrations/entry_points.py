@@ -29,7 +29,7 @@ def replace_function(path: str, function: Callable[..., Any], *, versions: str) 
     try:
         original = getattr(importlib.import_module(module_path), name)
     except (ImportError, AttributeError) as error:
-        raise IntegrationError(f"{path} does not exist here. {package} {versions} has it: {error}") from error
+        raise IntegrationError(f"Cannot find {path}: {error}. Install {package} {versions}, which has it.") from error
     for module_name, module in list(sys.modules.items()):
         if module_name.split(".")[0] == package and vars(module).get(name) is original:
             setattr(module, name, function)

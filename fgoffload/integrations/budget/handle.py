@@ -140,7 +140,7 @@ class BudgetOffload(ModelOffload):
             return None
         if tag == LAYER:
             forward.announce_backward(find_tensor(inputs))
-        if self.get_engine().observers or self._shares_offloaded(layer, tag):  # a ledger counts tensors by the hooks
+        if self.get_engine().observers or self._shares_offloaded(layer, tag):  # a ledger counts tensors in the hooks
             return KeptRun(forward)
         return PlainRun() if has_hooks() else None
 

@@ -30,10 +30,8 @@ def check_tensor(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ConfigError(f"offload_tensor got a {type(tensor).__name__}. Pass a tensor.")
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise ConfigError(
-            f"offload_tensor got a tensor with layout {tensor.layout}, which has no storage of its own. Pass its components, "
-            "such as values() and indices()."
-        )
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
+        raise ConfigError(f"offload_tensor got a {kind} tensor. Pass its components, such as values() and indices().")
 
 
 class OffloadedTensor:

@@ -365,7 +365,7 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
         yield _make("sorted positions in the permutation", (), INT64 * shape.tokens * experts.num_experts)
     elif experts.local_experts > 1:
         # 4sbke/t: order of the tokens in int32, as in `_list_combine`.
-        yield _make("order of arrival by expert", (), INT32 * experts.count_rows(shape.tokens))
+        yield _make("row map that sorts tokens by expert", (), INT32 * experts.count_rows(shape.tokens))
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:

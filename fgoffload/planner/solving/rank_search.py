@@ -15,7 +15,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.4)  # prices in the sweeps: fraction of the copy time to the host that counts as step time
+_COPY_PRICES = (0.03, 0.4)  # prices that sweeps try: fractions of the time of a copy to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
 Base = Mapping[int, Treatment]  # treatments by index of the layer

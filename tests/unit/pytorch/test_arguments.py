@@ -38,7 +38,7 @@ INVALID = {
         lambda: fgoffload.saved_tensors().offload_tensor([1]),
         "got a list. Pass a tensor",
     ),
-    "a sparse tensor": (lambda: fgoffload.offload_tensor(torch.eye(3).to_sparse()), "layout torch.sparse_coo"),
+    "a sparse tensor": (lambda: fgoffload.offload_tensor(torch.eye(3).to_sparse()), "got a torch.sparse_coo tensor"),
     "modules without a model": (
         lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),
         "modules \\('layers',\\) are passed without a model",

@@ -105,7 +105,7 @@ def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(take_logge
     assert warnings[1].startswith(
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
     )
-    assert warnings[1].endswith("for a Trainer in OffloadCallback(...), or omit the tag.")
+    assert warnings[1].endswith("which OffloadCallback takes too, or omit the tag.")
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 

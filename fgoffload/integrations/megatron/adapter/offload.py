@@ -132,7 +132,7 @@ class MegatronOffload:
         """
         if most_in_flight is not None and most_in_flight < 0:
             raise ConfigError(
-                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is negative. Set 0 or more, or leave it out."
+                f"fine_grained_offloading_max_inflight_offloads {most_in_flight} is negative. Set it to 0 or more, or omit it."
             )
         self.engine.execution.most_in_flight = most_in_flight
         self.chunk = chunk

@@ -84,7 +84,7 @@ def make_parallelism(
 
 def _read_sizes(values: Mapping[str, Any]) -> dict[str, int]:
     sizes = {field: values.get(flag, 1) for field, flag in _SIZES.items()}
-    # By default, Megatron shards experts over as many ranks as other layers.
+    # In Megatron, the expert tensor-parallel size defaults to the tensor-parallel size.
     sizes["expert_tensor_parallel_size"] = values.get("expert_tensor_parallel_size", sizes["tensor_parallel_size"])
     for field, size in sizes.items():
         check_count(to_flag(_SIZES[field]), size, most=LARGEST_SIZE)
@@ -146,8 +146,8 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
     if chunks is not None:
         flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
         raise ConfigError(
-            f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use one of them; to override a file, use "
-            "the file's flag."
+            f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use only one. To "
+            "override the value in a file, pass the same flag as the file."
         )
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
     # Embedding and loss may each count as a layer.
