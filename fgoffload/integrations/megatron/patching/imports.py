@@ -70,7 +70,10 @@ def require_torch() -> None:
 
 
 def load_module(name: str) -> Any:
-    """Import a module of Megatron-Core without warnings, or raise an IntegrationError. It is Any, for lack of types."""
+    """Import a module of Megatron-Core without warnings, or raise an IntegrationError.
+
+    Its type is Any because Megatron-Core ships no types.
+    """
     if (loaded := sys.modules.get(name)) is not None:
         return loaded  # every layer's forward calls this function, and changing warning filters is slow
     with ignore_expected_warnings():
