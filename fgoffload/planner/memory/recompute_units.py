@@ -6,7 +6,7 @@ backward reaches a module that uses it. With FP8, these units use Megatron's che
 the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right before the
 backward of the next module.
 
-Source: `reruns.py`, `detached_outputs.py` and `permutations.py` of the Megatron integration; `checkpoint` of
+Source: `reruns.py`, `detached_outputs.py`, `partial_recompute.py` and `permutations.py` of our integration; `checkpoint` of
 megatron/core/tensor_parallel/random.py, and the callers of `checkpoint` and `CheckpointWithoutOutput` in transformer_layer.py,
 multi_latent_attention.py, attention.py and moe/, in megatron-core 0.16.1.
 """
@@ -154,10 +154,7 @@ def _list_output_units(
 
 
 def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield the units of first linears, which include the fused norm and the ops up to the module that saves the result.
-
-    Source: `partial_recompute.py` of the Megatron integration.
-    """
+    """Yield the units of first linears, which include the fused norm and the ops up to the module that saves the result."""
     if shape.fp8_recipe is not None:
         return
     experts = shape.experts
@@ -176,10 +173,7 @@ def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors:
 
 
 def _list_permutation(shape: LayerShape, tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield the unit that recomputes the token permutation from the router's saved tensors. Each rank must have all experts.
-
-    Source: `permutations.py` of the Megatron integration.
-    """
+    """Yield the unit that recomputes the token permutation from the router's saved tensors. Each rank must have all experts."""
     experts = shape.experts
     if experts is None or shape.fp8_recipe is not None:
         return

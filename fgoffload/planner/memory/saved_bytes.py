@@ -32,10 +32,7 @@ _CORE, _ROUTER, _SHARED = ("core_attn",), ("router",), ("shared_expert",)
 
 
 def list_saved_tensors(shape: LayerShape) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of a layer, in forward order.
-
-    In a fully recomputed layer, only `layer_input` saves tensors.
-    """
+    """Return the saved tensors of a layer, in forward order. In a fully recomputed layer, only `layer_input` saves any."""
     mlp = _list_dense_mlp(shape) if shape.experts is None else _list_mixture(shape, shape.experts)
     return (*_list_layer_input(shape), *_list_projections(shape), *_list_core_attention(shape), *mlp)
 
@@ -149,23 +146,19 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
 
 def _list_dense_mlp(shape: LayerShape) -> Iterator[SavedTensor]:
     yield from _list_mlp_norm(shape, "mlp_fc1")
-    # The norm's output, 2sbh/t.
-    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)
+    size_bytes = count_input_bytes(shape.fp8_recipe, rows=shape.tokens, channels=shape.hidden_size)  # 2sbh/t
     yield _make_input("output of the norm before the MLP", "mlp_fc1", shape.fp8_recipe, size_bytes)
     rows, channels = LayerSizes(shape).rows, shape.ffn_hidden_size // shape.tensor_parallel_size
     # 4sbf/t: gate and up, [s, b, 2f / t]; 2sbf/t without a gate.
     yield _make("first linear's output", ("mlp_act",), _count_activation_input(shape, rows, channels))
     for name in _list_factors(shape):
-        # 2sbf/t.
-        yield _make(name, ("mlp_act",), BF16 * rows * channels)
-    # 2sbf/t.
-    size_bytes = _count_row_parallel_input(shape, shape.ffn_hidden_size)
+        yield _make(name, ("mlp_act",), BF16 * rows * channels)  # 2sbf/t
+    size_bytes = _count_row_parallel_input(shape, shape.ffn_hidden_size)  # 2sbf/t
     yield _make_input("activation's output", "mlp_fc2", shape.fp8_recipe, size_bytes)
 
 
 def _list_mlp_norm(shape: LayerShape, tag: str) -> Iterator[SavedTensor]:
-    # The residual after attention, 2sbh/t.
-    yield _make("residual", (tag,), LayerSizes(shape).hidden)
+    yield _make("residual", (tag,), LayerSizes(shape).hidden)  # 2sbh/t
     yield _make("statistics of the norm before the MLP", (tag,), count_norm_statistics(shape), FP32)
 
 
@@ -244,14 +237,12 @@ def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     # 2sbkhe/t: each rank that shares an expert has all rows of the expert.
     size_bytes = _count_expert_input(shape, experts, shape.hidden_size)
     yield _make_input("permuted tokens", "expert_fc1", shape.fp8_recipe, size_bytes)
-    # 4sbkf/t: gate and up.
-    yield _make("first linears' output", ("moe_act",), _count_activation_input(shape, rows, channels))
+    yield _make("first linears' output", ("moe_act",), _count_activation_input(shape, rows, channels))  # 4sbkf/t: gate and up
     if shape.has_clamped_gate:
         # 4sbkf/t: the clamps save their input, and the activation saves their concatenated outputs.
         yield _make("clamped output", ("moe_act",), 2 * BF16 * rows * channels)
     for name in _list_factors(shape):
-        # 2sbkf/t.
-        yield _make(name, ("moe_act",), BF16 * rows * channels)
+        yield _make(name, ("moe_act",), BF16 * rows * channels)  # 2sbkf/t
     if not (shape.is_gated and shape.has_fused_activation):
         # 2sbkf/t: a separate op multiplies by the probabilities and saves its input. The input is in bf16 even if the
         # probabilities are in fp32, because autograd saves the original tensor and conversions save nothing.

@@ -21,17 +21,13 @@ from fgoffload.planner.operations.ops import BF16, FP32, INT64
 from fgoffload.units import GIB, MIB
 
 WORKSPACE_BYTES = 6 * 32 * MIB
-"""Bytes of persistent cuBLAS workspaces: one of torch, one of Transformer Engine, and four for grouped matrix products.
-
-Source: `get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper.
-"""
+"""Bytes of persistent cuBLAS workspaces: one of torch, one of Transformer Engine, and four for grouped matrix products. Source:
+`get_cublas_workspace_size_bytes` of Transformer Engine and torch's notes on cuBLAS, for Hopper."""
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
-"""Estimate of the device memory used in addition to the run's tensors; not measured.
-
-The CUDA context and loaded kernels take up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take up to 1 GiB more
-if a rank is in many groups. The rest is fragmentation of the caching allocator.
-"""
+"""Estimate of the device memory used in addition to the run's tensors; not measured. The CUDA context and loaded kernels take
+up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take up to 1 GiB more if a rank is in many groups. The rest
+is fragmentation of the caching allocator."""
 
 _BOOL = 1  # bytes per element
 

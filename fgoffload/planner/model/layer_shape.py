@@ -20,11 +20,9 @@ DISPATCHERS: tuple[Dispatcher, ...] = ("alltoall", "deepep", "hybridep")
 """Token dispatchers: `--moe-token-dispatcher-type alltoall`, or `flex` with one of the other values as its backend."""
 
 DEFAULT_IMBALANCE = 1.2
-"""Value of `ExpertsShape.imbalance` for models without a measurement.
-
-Source: with load-balancing biases, the fullest expert is 4% above the mean over a whole validation set (Wang et al.,
-Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024, MaxVio). One microbatch varies more, so we assume 20%.
-"""
+"""Value of `ExpertsShape.imbalance` for models without a measurement. Source: with load-balancing biases, the fullest expert is
+4% above the mean over a whole validation set (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts,
+2024, MaxVio). One microbatch varies more, so we assume 20%."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

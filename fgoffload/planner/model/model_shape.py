@@ -84,8 +84,7 @@ class ModelShape:
     rotary_percent: float = 1.0
     """Rotary fraction of a head; 0 without rotary embeddings. Latent attention sets a number of channels instead."""
     has_fused_rotary: bool = True
-    """Whether one kernel applies the rotary embedding, unless `--no-rope-fusion` is set. Not supported with latent
-    attention."""
+    """Whether one kernel applies the rotary embedding (`--no-rope-fusion` disables it). Not supported with latent attention."""
     learned_positions: int = 0
     """Rows of a learned position embedding, as with `--position-embedding-type learned_absolute`; 0 without one."""
     experts: ExpertsShape | None = None
@@ -220,9 +219,7 @@ def check_head_channels(model: ModelShape) -> None:
 def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer has experts, from the value of `--moe-layer-freq`.
 
-    Args:
-        pattern: N for experts in layers 0, N, 2N and so on, or a list with 1 for experts and 0 for a dense MLP.
-        num_layers: Number of decoder layers.
+    A number N puts experts in layers 0, N, 2N and so on. A list has 1 for experts and 0 for a dense MLP.
     """
     if isinstance(pattern, int):
         check_count("moe_layer_freq", pattern)
@@ -233,9 +230,7 @@ def list_moe_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[b
 def list_window_layers(pattern: int | Sequence[int], *, num_layers: int) -> tuple[bool, ...]:
     """Return whether each layer has sliding-window attention, from the value of `--window-attn-skip-freq`.
 
-    Args:
-        pattern: N for full attention in every N-th layer only, or a list with 1 for a window and 0 for full attention.
-        num_layers: Number of decoder layers.
+    A number N means full attention in every N-th layer only. A list has 1 for a window and 0 for full attention.
     """
     if isinstance(pattern, int):
         check_count("window_attn_skip_freq", pattern)

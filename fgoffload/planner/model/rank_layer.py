@@ -9,10 +9,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def make_layer_shape(model: ModelShape, parallelism: Parallelism, number: int) -> LayerShape:
-    """Return the shape of layer `number` of `model` on a rank.
-
-    For multi-token prediction, this is the shape of its transformer layer, with `has_mtp_projection`.
-    """
+    """Return the shape of layer `number` on a rank. Multi-token prediction's transformer layer gets `has_mtp_projection`."""
     has_experts = model.has_experts(number)
     parallelism.check_model(model)
     if model.activation_dtype_bytes != 2:

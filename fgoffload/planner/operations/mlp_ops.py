@@ -24,26 +24,22 @@ _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3  # kernels per direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
-"""Host time of Megatron's Python code around router, dispatcher and grouped linears, per direction, converted to kernel
-launches.
-
-Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and on B200
-(Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
+"""Host time of Megatron's Python code around router, dispatcher and grouped linears, per direction, in kernel launches. Source:
+forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and on B200 (Qwen3-30B
+with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
 """Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the
-fp32 probabilities, adding, concatenating and converting to bf16 are separate ops.
-
-Source: `_apply_bias` of megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
+fp32 probabilities, adding, concatenating and converting to bf16 are separate ops. Source: `_apply_bias` of
+megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
 _OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
 """Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; how many of them are
 strided (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the sum
-of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves.
-
-Source: the code of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
+of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves. Source: the code
+of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
 """The same costs for multiplying by the probabilities, one per row. Backward computes the gradient of the rows, and a product
@@ -56,9 +52,7 @@ gradient to fp32, and converts the gradient of the rows back to bf16."""
 _CLAMP = (8, 10)
 """Number of tensors moved to clamp both halves of the activation's input, in forward and in backward, each as large as the
 activation's output. In forward, each clamp reads and writes half, and a concatenation moves both. In backward, each clamp reads
-a gradient and its input.
-
-Source: `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, megatron-core 0.19.2."""
+a gradient and its input. Source: `weighted_bias_quick_geglu_impl` of megatron/core/fusions/fused_bias_geglu.py, 0.19.2."""
 
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:

@@ -43,8 +43,7 @@ class Work:
     flop: float = 0.0  # total floating-point operations
     moved_bytes: float = 0.0  # total bytes read from and written to device memory
     strided_bytes: float = 0.0
-    """Part of `moved_bytes` that element-wise kernels access without vectorization, for example in half of a tensor's
-    columns."""
+    """Part of `moved_bytes` that element-wise kernels access without vectorization, such as half of a tensor's columns."""
     kernels: int = 1
     expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head

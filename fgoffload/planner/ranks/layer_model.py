@@ -11,10 +11,7 @@ from fgoffload.tags import find_recompute_unit
 
 
 class HostWait(enum.Enum):
-    """How the host synchronizes before a segment to read a few bytes from the device.
-
-    Source: host waits in docs/reference/tags.md.
-    """
+    """How the host synchronizes before a segment to read a few bytes from the device (docs/reference/tags.md, host waits)."""
 
     KERNEL = "kernel"  # a kernel writes the bytes to the host, which waits only for compute; a recompute does not wait
     HOLD = "hold"  # the copy engine sends the bytes; until they arrive, the layer's finished groups are not offloaded

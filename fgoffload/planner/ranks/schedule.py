@@ -61,8 +61,7 @@ class Pipeline:
     """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
     `--microbatch-group-size-per-virtual-pipeline-stage`. Defaults to the number of stages, as in Megatron."""
     has_expert_overlap: bool = False
-    """Whether a backward overlaps with another microbatch's forward, which adds one microbatch in flight:
-    `--overlap-moe-expert-parallel-comm`."""
+    """`--overlap-moe-expert-parallel-comm`: a backward overlaps with another microbatch's forward, so one more is in flight."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "stages", "chunks"):
@@ -149,8 +148,6 @@ def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
 
     With p stages, m microbatches, v chunks and groups of g, rank r has 0 on one stage, min(p - r - 1, m) with 1F1B, and
     min(2(p-r-1) + (v-1)g, mv) with the interleaved schedule. Expert overlap adds 1, up to the same limit.
-
-    Source: `get_pp_rank_microbatches` of Megatron-Core.
     """
     warmup = pipeline.stages - rank - 1
     if pipeline.chunks > 1:
@@ -181,10 +178,7 @@ def count_in_flight(passes: Iterable[Pass], *, chunk: int | None = None) -> int:
 
 
 def _list_table(pipeline: Pipeline) -> Sequence[tuple[int, int]]:
-    """Return the chunk and microbatch of each forward, in order: each group of microbatches runs through all chunks in turn.
-
-    Source: `get_schedule_table` of Megatron-Core.
-    """
+    """Return the chunk and microbatch of each forward, in order: each group of microbatches runs through all chunks in turn."""
     size = pipeline.microbatches_of_group
     starts = range(0, pipeline.microbatches, size)
     groups = [range(start, min(start + size, pipeline.microbatches)) for start in starts]

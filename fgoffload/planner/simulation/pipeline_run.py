@@ -159,10 +159,7 @@ class RankPasses:
 def run_pipeline(
     runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks. A pass starts once the neighbouring rank has produced its input.
-
-    Chunk c of rank r is virtual stage c * p + r of p ranks.
-    """
+    """Simulate all ranks. A pass starts once the neighbouring rank has produced its input."""
     ends_s: dict[tuple[bool, int, int], float] = {}
     count = len(runs) * chunks
     ranks = [

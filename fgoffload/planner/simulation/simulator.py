@@ -45,13 +45,7 @@ def simulate(
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
-    """Simulate a step under `plan` on one rank, without waits for its neighbours.
-
-    Args:
-        rank: The rank.
-        plan: Plan for all ranks; layers of other ranks are ignored.
-        detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
-    """
+    """Simulate a step under `plan` on one rank, without waits for its neighbours. The layers of other ranks are ignored."""
     return _simulate([rank], group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes)[0]
 
 

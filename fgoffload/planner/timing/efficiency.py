@@ -41,8 +41,7 @@ class Efficiency:
     """Fraction of the bf16 peak that backward attention reaches. Source: figure 6 of the same paper. Without a mask, cuDNN
     reaches 499 and FlashAttention-3 542 TFLOP/s: 0.50 and 0.55."""
     memory: float | None = None
-    """Fraction of the device's memory bandwidth that kernels reach. Defaults to `Hardware.memory_efficiency` if measured, and
-    otherwise to `ASSUMED_MEMORY`."""
+    """Fraction of the memory bandwidth that kernels reach. Defaults to the measured fraction, else to `ASSUMED_MEMORY`."""
     strided_bytes_per_s: float | None = 1.55e12
     """Maximum bytes per second of element-wise kernels on strided tensors, at any memory bandwidth. None for no limit. Source:
     the activation kernels of W2, which read halves of a tensor, move 1.53 TB/s on an H100 and 1.06 times that on an H200

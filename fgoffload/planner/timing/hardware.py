@@ -56,8 +56,7 @@ class Hardware:
     reserves: torch reports 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64 GiB."""
     device_memory_bytes_per_s: float | None = None  # device memory bandwidth, in bytes per second
     memory_efficiency: float | None = None
-    """Measured fraction of the memory bandwidth that a step's kernels reach, above 0 and at most 1. Defaults to
-    `Efficiency.memory`."""
+    """Measured fraction of the memory bandwidth that kernels reach, above 0 and at most 1. Defaults to `Efficiency.memory`."""
     compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper (`Efficiency`)
     bf16_flop_per_s: float | None = None
     """Dense bf16 FLOP per second. fp16 runs at the same rate on all devices in the table."""

@@ -43,9 +43,7 @@ def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRat
 def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
     """Return one line with the missing rates of `hardware` and the values assumed for them, or None if none is missing.
 
-    Args:
-        hardware: The hardware of each rank.
-        ranks: Number of ranks in the run. A single rank sends nothing, and ranks in one NVLink domain do not use the network.
+    A single rank sends nothing, and ranks in one NVLink domain do not use the network.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     assumed = []

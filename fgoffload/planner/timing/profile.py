@@ -196,10 +196,8 @@ def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
     """Merge the profiles of all data, tensor and expert parallel processes into one per pipeline rank.
 
     Times of segments are averaged, because processes wait for each other; bytes are maxima. If the tensors of a layer differ
-    between processes, the layer with the most bytes is used.
-
-    Args:
-        profiles: Pipeline ranks in any order. For bitwise identical results, keep the order within a rank.
+    between processes, the layer with the most bytes is used. Profiles of ranks may be in any order. For bitwise identical
+    results, keep the order within a rank.
     """
     by_rank: dict[int, list[RankProfile]] = {}
     for profile in profiles:

@@ -36,12 +36,9 @@ class LayerSites:
 
 
 class SiteActions:
-    """Actions for the sites of this rank, from a plan or from a fraction of all sites.
+    """Actions for the sites of this rank: from the user's `plan` or, without one, for a `fraction` of the sites of each chunk.
 
-    Args:
-        plan: The user's plan; None if the user selected tags.
-        fraction: Fraction of a chunk's sites to offload without a plan.
-        selected: Tags whose tensors may be offloaded.
+    `selected` are the tags whose tensors may be offloaded.
     """
 
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
@@ -65,11 +62,7 @@ class SiteActions:
         return self.plan is not None and any(action.recomputes for action in self.plan.actions.values())
 
     def register_layers(self, chunk: int, layers: Sequence[LayerSites]) -> None:
-        """Register the layers of a model chunk, and choose an action for each site.
-
-        Raises:
-            PlanError: The plan has an action that a layer does not support.
-        """
+        """Register the layers of a chunk, and choose an action for each site. Raise a PlanError for an unsupported action."""
         planned = [{} if self.plan is None else self.plan.list_layer(chunk, layer.number) for layer in layers]
         for layer, actions in zip(layers, planned, strict=True):
             _check_layer(layer, actions)

@@ -62,12 +62,9 @@ MAX_CHECKS = 3
 
 
 class AutoOffload(StepMeasurement):
-    """Measures steps, makes plans and applies them.
+    """Measures steps, makes plans within the budget in `config`, and applies them with `use_plan`.
 
-    Args:
-        config: Settings, with the budget.
-        engine: Engine that offloads the layers that do not fit while a step is measured.
-        use_plan: Applies a plan to the integration.
+    The engine offloads the layers that do not fit while a step is measured.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, use_plan: Callable[[OffloadPlan], None]) -> None:

@@ -93,11 +93,7 @@ class Script:
             raise ConfigError(f"{source} has no array of flags. Add one, for example MODEL_ARGS=( --num-layers 4 ).")
 
     def find_num_gpus(self) -> int | None:
-        """Return the number of GPUs from the launch command, otherwise from NUM_GPUS, otherwise None.
-
-        Raises:
-            ConfigError: NUM_GPUS is not a number.
-        """
+        """Return the number of GPUs from the launch command, else from NUM_GPUS, else None. NUM_GPUS must be a number."""
         launched = count_gpus(self._launch or (), self._header)
         word = self._variables.find("NUM_GPUS")
         if launched is not None or not word or "$" in word:  # such as NUM_GPUS=$N, where N is not set

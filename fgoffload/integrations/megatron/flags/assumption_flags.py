@@ -27,10 +27,8 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
     """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps do not update parameters.
 
-    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
-
-    Raises:
-        ConfigError: A flag has an invalid value, or two flags are mutually exclusive.
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Raise a ConfigError if a flag is
+    invalid, or two flags are mutually exclusive.
     """
     elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
     if elements < 0:

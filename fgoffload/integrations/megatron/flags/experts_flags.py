@@ -36,12 +36,9 @@ _DEFAULT_TOPK = 2
 
 
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
-    """Return the shape of a layer's experts, or None for a dense model.
+    """Return the shape of a layer's experts, or None for a dense model. Raise a ConfigError for an invalid value.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
-
-    Raises:
-        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
     """
     if "num_experts" not in values:
         return None
@@ -64,11 +61,7 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
 
 
 def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsShape:
-    """Return `experts` with the routing, dispatch and fusion options from flags.
-
-    Raises:
-        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
-    """
+    """Return `experts` with the routing, dispatch and fusion options from flags. Raise a ConfigError for an invalid value."""
     switched = {field: values[flag] for field, flag in _SWITCHED_FIELDS.items() if flag in values}
     imbalance = 1.0 if values.get("moe_router_force_load_balancing") else experts.imbalance
     with _named_by_flags():

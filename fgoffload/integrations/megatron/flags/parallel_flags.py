@@ -49,14 +49,11 @@ MICROBATCHES_OF_A_CHUNK = 4
 def make_parallelism(
     values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
 ) -> Parallelism:
-    """Return the ranks and microbatches that flags describe.
+    """Return the ranks and microbatches that flags describe. Raise a ConfigError for an invalid value.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
     plan uses the minimum number of ranks that holds the model and its experts. Without `--global-batch-size`, a step has one
     microbatch, as in Megatron. With `fills_pipeline`, it has enough to fill the pipeline.
-
-    Raises:
-        ConfigError: A value is invalid. The message names the flag, the value, the limit and the fix.
     """
     sizes = _read_sizes(values)
     # Checked first: if ranks cannot share a layer, the error below cannot suggest a number of GPUs.
@@ -137,8 +134,7 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
 def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
     """Return the virtual pipeline size from either of Megatron-LM's two flags.
 
-    Raises:
-        ConfigError: Both flags are set, or the layers cannot be divided evenly.
+    Raise a ConfigError if both are set, or if the layers cannot be divided evenly.
     """
     per_chunk, chunks = (values.get(name) for name in VIRTUAL_STAGE_FLAGS)
     if per_chunk is None:

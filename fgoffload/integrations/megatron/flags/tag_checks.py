@@ -29,11 +29,7 @@ _OTHER_LAYERS = (
 
 
 def check_replaced(words: Sequence[str]) -> None:
-    """Check flags for offload and recompute that `fgoffload plan` replaces, as training does.
-
-    Raises:
-        ConfigError: A value is invalid, or two flags are mutually exclusive.
-    """
+    """Raise a ConfigError if the flags for offload and recompute, which `fgoffload plan` replaces, would fail in training."""
     parser = add_fine_grained_offload_args(FlagParser(source=COMMAND_LINE))
     recompute = {"granularity": ("full", "selective"), "method": ("uniform", "block"), "modules": _RECOMPUTE_MODULES}
     for name, choices in recompute.items():
@@ -52,14 +48,9 @@ def check_replaced(words: Sequence[str]) -> None:
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags that save nothing to offload.
+    """Reject tags that save nothing to offload. The ConfigError names the tag, the flag and the fix.
 
-    Args:
-        offload: Offload settings.
-        values: Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
-
-    Raises:
-        ConfigError: A tag has nothing to offload. The message names the tag, the flag and the fix.
+    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
@@ -71,21 +62,13 @@ def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags whose saved tensors Megatron's selective recompute drops.
-
-    Raises:
-        ConfigError: A tag and a recompute module are mutually exclusive.
-    """
+    """Raise a ConfigError for tags whose saved tensors Megatron's selective recompute drops."""
     if values.get("recompute_granularity") == "selective":
         offload.check_recompute(values.get("recompute_modules") or ("core_attn",))
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Reject tags of routed experts if Megatron's paged stash already moves their saved tensors.
-
-    Raises:
-        ConfigError: A tag and the stash are mutually exclusive.
-    """
+    """Raise a ConfigError for tags of routed experts if Megatron's paged stash already moves their saved tensors."""
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(

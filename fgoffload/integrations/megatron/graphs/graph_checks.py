@@ -13,12 +13,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
-    """Reject tags that cannot be offloaded under the run's CUDA graphs.
+    """Reject tags that cannot be offloaded under the run's CUDA graphs. The ConfigError names the tag, the flag and the fix.
 
     `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
-
-    Raises:
-        ConfigError: A tag and a flag are mutually exclusive. The message names both, the reason and the fix.
     """
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
@@ -48,11 +45,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
 
 
 def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: int, is_moe: bool) -> None:
-    """Reject a plan that recomputes a captured module.
-
-    Raises:
-        PlanError: A unit is captured. The message names the unit and the fix.
-    """
+    """Raise a PlanError if a plan recomputes a captured module. The message names the unit and the fix."""
     impl, modules = read_graphs(values)
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
     for unit in units:

@@ -25,10 +25,7 @@ NO_SHAPE = (0, 0, 0)
 
 
 def communicate(get_offload: GetOffload, original: Any, communicator: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `P2PCommunicator._communicate` with fewer host waits. See [Note: Waits after an exchange].
-
-    `get_offload` returns the integration, which records whether layers of this stage make the host wait.
-    """
+    """Call `P2PCommunicator._communicate` with fewer host waits. See [Note: Waits after an exchange]."""
     config = communicator.config
     if not (config.batch_p2p_comm and config.batch_p2p_sync):
         return original(communicator, *args, **kwargs)

@@ -60,11 +60,7 @@ def ignore_expected_warnings() -> Iterator[None]:
 
 
 def require_torch() -> None:
-    """Import torch.
-
-    Raises:
-        IntegrationError: torch cannot be imported. The message has the command that installs it.
-    """
+    """Import torch, or raise an IntegrationError with the command that installs it."""
     try:
         importlib.import_module("torch")
     except (ImportError, OSError) as error:  # OSError: a shared library of torch is missing
@@ -74,10 +70,9 @@ def require_torch() -> None:
 
 
 def load_module(name: str) -> Any:
-    """Import a module of Megatron-Core without warnings. Its type is Any because Megatron-Core ships no types.
+    """Import a module of Megatron-Core without warnings, or raise an IntegrationError.
 
-    Raises:
-        IntegrationError: The module cannot be found.
+    Its type is Any because Megatron-Core ships no types.
     """
     if (loaded := sys.modules.get(name)) is not None:
         return loaded  # every layer's forward calls this function, and changing warning filters is slow

@@ -14,11 +14,7 @@ class Patches(contextlib.ExitStack):
     """Replaces symbols. `remove`, or leaving the context, restores all of them in reverse order."""
 
     def replace(self, owner: str, name: str, value: Any) -> None:
-        """Replace `name` in `owner`, the path of a module or of a class, such as `torch` or `torch:Tensor`.
-
-        Raises:
-            IntegrationError: The symbol does not exist. The message contains its dotted path.
-        """
+        """Replace `name` in `owner`, a path such as `torch` or `torch:Tensor`. Raise an IntegrationError if it is missing."""
         require_symbol(owner, name)
         self.define(owner, name, value)
 

@@ -54,10 +54,7 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     """Check on all ranks that the budget is above every rank's static memory before the first step. Collective.
 
-    `static_bytes` are all allocated bytes of this process, such as weights and gradients.
-
-    Raises:
-        PlanError: The budget is too small for a rank. All ranks raise it. The message has both sizes and the fix.
+    `static_bytes` are all allocated bytes of this process, such as weights and gradients. All ranks raise the PlanError.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:

@@ -43,13 +43,10 @@ class MeasurementState(enum.Enum):
 
 
 class StepMeasurement:
-    """Measures steps on request, and applies plans to other steps.
+    """Measures steps on request, and applies plans to other steps with `use_plan`.
 
-    Args:
-        device: Device of the model.
-        min_offloaded_numel: Storages with fewer saved elements stay on the GPU under any plan.
-        use_plan: Function that makes the integration offload according to a plan.
-        observers: Ledgers that count the saves and unpacks of a recorded step.
+    Storages with fewer saved elements than `min_offloaded_numel` stay on the GPU under any plan. `observers` count the saves
+    and unpacks of a recorded step.
     """
 
     def __init__(

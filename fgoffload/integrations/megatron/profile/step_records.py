@@ -103,10 +103,7 @@ class Run:
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
 
     def name_storage(self, tensor: torch.Tensor) -> int:
-        """Return the storage key of `tensor`, which is unique while the run exists.
-
-        A key is an address. The run keeps a reference, so no later storage can reuse the address.
-        """
+        """Return the storage key of `tensor`: its address. The run keeps a reference, so no other storage reuses it."""
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
