@@ -24,7 +24,6 @@ class Graphs(NamedTuple):
 
 
 NO_CAPTURE = Graphs()
-"""Options of a run without CUDA graphs."""
 
 _ATTENTION = ("attn_norm", "qkv_linear", "gdp_qkv", "mla_up_proj", "core_attn", "attn_proj")
 _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")

@@ -21,9 +21,7 @@ class Launch:
     """One process of a training run."""
 
     rank: int = 0
-    """Rank of this process."""
     world_size: int = 1
-    """Number of processes."""
     local_rank: int = 0
     """Rank among the processes of this machine."""
 

@@ -38,7 +38,6 @@ class Training:
 
     arguments: TrainingArguments
     text: TextData
-    """The training text."""
     flags: tuple[str, ...]
     """Megatron's flags, first those of the file, then those of the command line."""
 

@@ -20,7 +20,6 @@ _CONFIG = "config.json"
 """File name of a Hugging Face model's configuration."""
 
 OUTPUTS = ("json", "plot", "timeline")
-"""Options for output files."""
 
 SHORT_FLAGS: Mapping[str, str] = {
     "--tp": "--tensor-model-parallel-size",

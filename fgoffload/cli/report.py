@@ -14,7 +14,6 @@ from fgoffload.trainer.steps import Difference
 from fgoffload.units import MIB, format_bytes, format_ms
 
 WITHOUT, WITH = "without offload", "with offload"
-"""Labels of the two runs."""
 
 
 def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], title: str) -> Table:
