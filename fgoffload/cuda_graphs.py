@@ -24,7 +24,6 @@ class Graphs(NamedTuple):
 
 
 NO_CAPTURE = Graphs()
-"""Options of a run without CUDA graphs."""
 
 _ATTENTION = ("attn_norm", "qkv_linear", "gdp_qkv", "mla_up_proj", "core_attn", "attn_proj")
 _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
@@ -45,13 +44,9 @@ _WHOLE_LAYERS = ("layer", "layer_input")
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
-    """Return the tags and units of a layer that overlap a captured module.
+    """Return the tags and units of a layer that overlap a captured module. See `Graphs` for `impl` and `modules`.
 
-    Args:
-        impl: Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`.
-        modules: Values of `--cuda-graph-modules` of megatron-core 0.19. Empty captures the whole layer.
-        is_moe: Whether the layer has experts.
-        has_shared_overlap: Whether shared experts overlap the all-to-all.
+    `is_moe` means that the layer has experts, and `has_shared_overlap` that shared experts overlap the all-to-all.
     """
     if impl == NO_GRAPHS:
         return frozenset()

@@ -53,7 +53,6 @@ class BudgetError(PlanError):
         self.least_bytes = least_bytes
 
     def __str__(self) -> str:
-        """Return the reason and the fix."""
         return f"{self.why} Use a budget of {_round_up(self.least_bytes)} or more, or spread the model over more ranks."
 
 

@@ -235,7 +235,6 @@ class ReloadDecision(Generic[Group, Saved]):
     """Storages whose offload to cancel, and storages to reload."""
 
     lane: ScheduledLane[Group, Saved]
-    """Lane of the storages."""
     cancelled: list[Saved]
     """Storages whose offload is cancelled. They are still on the device."""
     reloaded: dict[Saved, Group]

@@ -28,11 +28,9 @@ class Job:
     world_size: int | None = None
     """Number of training processes; None for the minimum that one copy of the model needs."""
     warmup: int
-    """Number of warm-up steps that the user asked for."""
     steps: int
     """Number of timed steps, or of all steps in a bitwise comparison."""
     repeats: int = 1
-    """Number of times to run the whole list of settings."""
     baseline_every: int | None = None
     """Number of settings between runs of `baseline`, which then also ends each repeat. None runs it once per repeat."""
     steps_until_replay: int = 0
@@ -45,9 +43,7 @@ class Job:
     profile: Path | None = None
     """Profile that plans and predictions use."""
     measures_profile: bool = False
-    """Measure the profile before the settings."""
     writes_traces: bool = False
-    """Write a Chrome trace of each setting."""
 
     @property
     def warmup_steps(self) -> int:

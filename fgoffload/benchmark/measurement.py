@@ -27,11 +27,9 @@ class Measurement:
     """Step times and memory of one setting. Times and device memory are maxima over ranks; the rest are sums."""
 
     step_seconds: tuple[float, ...]
-    """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None = None
     """Peak bytes of tensors during the timed steps; None on a CPU."""
     peak_reserved_bytes: int | None = None
-    """Peak bytes that the allocator reserved during the timed steps."""
     activation_peak_bytes: int | None = None
     """Peak bytes saved for backward, from a separate step. Only measured on a CPU."""
     host_bytes: int | None = None

@@ -54,9 +54,7 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 class Forecaster:
     """Predicts step time and peak memory of settings from each available source.
 
-    Args:
-        job: The benchmark's options. Its profile must already exist.
-        device: Torch's name of the benchmark's device.
+    The profile of `job` must already exist. `device` is torch's name of the benchmark's device.
     """
 
     def __init__(self, job: Job, device: str) -> None:

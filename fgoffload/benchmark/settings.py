@@ -84,7 +84,6 @@ class Setting:
     plan: Path | None = None
     """Plan file, for `plan` and for a `budget` that has been planned."""
     budget_bytes: int | None = None
-    """Budget of device memory in bytes, for `budget`."""
 
     @property
     def name(self) -> str:
@@ -144,7 +143,6 @@ class Setting:
 
 
 BASELINE = Setting(system=System.BASELINE)
-"""The setting with which all others are compared."""
 
 _EXAMPLES = {
     System.RECOMPUTE: "recompute:full",

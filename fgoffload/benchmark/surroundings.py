@@ -27,7 +27,6 @@ class Surroundings:
     """Driver version of the GPU; None without a GPU or if it is unknown."""
     python: str
     packages: Mapping[str, str]
-    """Versions of installed packages, by distribution."""
     cuda: str | None
     """CUDA version that torch was built for."""
     cpus: int

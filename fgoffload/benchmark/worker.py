@@ -43,7 +43,6 @@ def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Pa
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return `error` as one line."""
     text = " ".join(str(error).split())
     described = text if isinstance(error, OffloadError) else f"{type(error).__name__}: {text}".rstrip(": ")
     return described if len(described) <= _MAX_REASON_LENGTH else f"{described[:_MAX_REASON_LENGTH]}..."

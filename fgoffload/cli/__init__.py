@@ -1,5 +1,7 @@
 """The command line. Each command is a module that imports heavy packages only when it runs.
 
+An invalid flag or file raises an `OffloadError`, usually a `ConfigError`, which `main` shows in one line.
+
 Exit codes: 0 for success, 1 if a comparison finds a difference or a check finds an error, 2 for an invalid flag, file or model,
 130 for Ctrl-C, 141 for a closed output pipe. `fgoffload run` returns the exit code of its script.
 """
@@ -40,11 +42,7 @@ __all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "format_
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code.
-
-    Args:
-        argv: Command-line arguments without the program's name. If None, use `sys.argv`, and end the process on Ctrl-C.
-    """
+    """Run a command and return the exit code. If `argv` is None, use `sys.argv`, and end the process on Ctrl-C."""
     log = LibraryLog()
     try:
         with flush_at_end():

@@ -94,12 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> "Job":
-    """Check the options without heavy imports, and return the benchmark's job.
-
-    Raises:
-        ConfigError: An option has an invalid value.
-        PlanError: A plan file cannot be read.
-    """
+    """Check the options without heavy imports, and return the benchmark's job."""
     from fgoffload.benchmark.job import Job
     from fgoffload.integrations.megatron.flags.argument_files import read_argument_file
 
@@ -205,11 +200,7 @@ def _choose_settings(options: argparse.Namespace, transformer: Mapping[str, Any]
 
 
 def _show(results: "Results") -> int:
-    """Print the tables, draw the plot, and return the exit code.
-
-    Raises:
-        ConfigError: `baseline` failed, so there is no result.
-    """
+    """Print the tables, draw the plot, and return the exit code. If `baseline` failed, raise its error instead."""
     from fgoffload.benchmark.frontier import write_frontier_plot
     from fgoffload.benchmark.measurement import summarize
     from fgoffload.benchmark.report import build_bits_table, build_times_table, compare_bits, name_run

@@ -25,7 +25,6 @@ class Command(Protocol):
     def run(self, options: argparse.Namespace, words: Sequence[str]) -> int:
         """Run the command and return the exit code.
 
-        Args:
-            options: The parsed options, with the command's flags as `own_flags`.
-            words: Arguments that the parser does not recognize. For `run`, all arguments after the command.
+        `options.own_flags` are the command's flags. `words` are the arguments that the parser does not recognize. For `run`,
+        they are all arguments after the command.
         """

@@ -21,9 +21,7 @@ class Launch:
     """One process of a training run."""
 
     rank: int = 0
-    """Rank of this process."""
     world_size: int = 1
-    """Number of processes."""
     local_rank: int = 0
     """Rank among the processes of this machine."""
 
@@ -49,11 +47,7 @@ class Launch:
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launch from the variables that `torchrun` sets. Without them, return a launch of a single process.
-
-    Raises:
-        ConfigError: A variable is not a number, or the rank is out of range.
-    """
+    """Read the launch from the variables that `torchrun` sets. Without them, return a launch of a single process."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return Launch()
     rank, world_size = (_read_number(environment, name) for name in ("RANK", "WORLD_SIZE"))
@@ -69,11 +63,7 @@ def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
 
 
 def set_up_process(environment: MutableMapping[str, str]) -> int:
-    """Return the rank of this process. Without a launcher, set the variables in `environment` for a single process.
-
-    Raises:
-        ConfigError: Variables of the launcher are missing or not numbers.
-    """
+    """Return the rank of this process. Without a launcher, set the variables in `environment` for a single process."""
     given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK") if name in environment]
     if not given:
         with socket.socket() as listener:

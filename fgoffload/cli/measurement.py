@@ -38,7 +38,6 @@ class Training:
 
     arguments: TrainingArguments
     text: TextData
-    """The training text."""
     flags: tuple[str, ...]
     """Megatron's flags, first those of the file, then those of the command line."""
 
@@ -54,17 +53,8 @@ def load_training(
 ) -> Training:
     """Read the flags and the text, and check both before the model is built.
 
-    Args:
-        path: The argument file.
-        typed: Megatron's flags from the command line, which override the file.
-        own_flags: The command's own flags, for suggestions.
-        data: A text file or a folder. None uses Python's standard library.
-        steps: Number of steps. None uses the number in the flags.
-        world_size: Number of processes started.
-
-    Raises:
-        ConfigError: A flag or the text is invalid.
-        PlanError: The plan file cannot be read, or was made for another model or setup.
+    Megatron's flags in `typed` override the argument file at `path`. Errors suggest `own_flags`, the command's own flags. If
+    `data` is None, the text is Python's standard library. If `steps` is None, the flags set the number of steps.
     """
     flags = read_argument_file(path, variables=os.environ)
     arguments = parse_arguments(flags, source=str(path), world_size=world_size, typed=typed, known_elsewhere=tuple(own_flags))
@@ -94,11 +84,7 @@ def load_training(
 
 @contextlib.contextmanager
 def process_groups(arguments: TrainingArguments, launch: Launch) -> Iterator[None]:
-    """Create Megatron-Core's process groups, and destroy them when the body ends.
-
-    Raises:
-        ConfigError: The processes of `launch` cannot connect, or one has no GPU.
-    """
+    """Create Megatron-Core's process groups, and destroy them when the body ends."""
     if launch.world_size > 1:
         join_processes(rank=launch.rank, world_size=launch.world_size, local_rank=launch.local_rank)
     initialize_parallel(arguments)
@@ -116,14 +102,10 @@ def describe_training(arguments: TrainingArguments) -> str:
 
 
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
-    """Train within `process_groups`, and return the merged record of all ranks.
+    """Train within `process_groups`, and return the merged record of all ranks. If `offload` is None, nothing is offloaded.
 
-    Counting activation bytes slows a step, so only one step is counted: the last one without replayed graphs.
-
-    Args:
-        training: The setup. The model is built at the start and freed at the end.
-        offload: The options, or None to train without offload.
-        on_step: Called after every step with its mean loss over all ranks.
+    Counting activation bytes slows a step, so only one step is counted: the last one without replayed graphs. `on_step` is
+    called after every step with its mean loss over all ranks.
 
     Raises:
         ConfigError: Megatron-Core rejected the arguments while the model was built or in the first step.

@@ -46,13 +46,7 @@ def suggest_model(name: str) -> str:
 def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
     """Return the path of the argument file in `options`, which may be the name of a shipped model.
 
-    Args:
-        options: The command's options, with `own_flags` for suggestions.
-        flags: Remaining words: Megatron's flags and their values.
-        example: A complete command line.
-
-    Raises:
-        ConfigError: The file is missing, is not a regular file, or is JSON.
+    Errors show `example`, a command line, and may suggest a flag that is close to the first of the unrecognized words `flags`.
     """
     name = options.arguments_file
     hint = suggest(flags[0], options.own_flags) if flags else ""
@@ -105,13 +99,7 @@ def explain_unusable_file(name: str) -> str:
 def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.PathLike[str] | None]) -> Path:
     """Check an output file before the work starts, and return its path.
 
-    Args:
-        name: The file, as typed.
-        flag: The flag that sets it, for errors.
-        inputs: Input files that must not be overwritten, keyed by description. The value of an unset file is None.
-
-    Raises:
-        ConfigError: The file cannot be written, or is one of `inputs`.
+    `inputs` are input files that must not be overwritten, keyed by description. The value of an unset file is None.
     """
     if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
         raise ConfigError(f"--plot {name!r} has an unsupported image format. Use one of {', '.join(PLOT_SUFFIXES)}.")

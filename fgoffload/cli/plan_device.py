@@ -26,11 +26,7 @@ class PlannedDevice:
 
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
-    """Return the device from the hardware table, a hardware file, or a profile.
-
-    Raises:
-        ConfigError: A file cannot be read, the device is unknown, or two flags set the device.
-    """
+    """Return the device from the hardware table, a hardware file, or a profile."""
     from fgoffload.planner.timing.profile import Profile
 
     if checked.profile is None:

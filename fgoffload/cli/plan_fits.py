@@ -27,7 +27,6 @@ MOST_GPUS = 16384
 LONG_SEQUENCE = 16384
 """Minimum sequence length in tokens for which context parallelism is suggested."""
 LAYOUTS = 2
-"""Number of suggested layouts."""
 _HIDDEN_BYTES = 2
 """Bytes of an activation element, in bf16."""
 

@@ -20,7 +20,6 @@ _CONFIG = "config.json"
 """File name of a Hugging Face model's configuration."""
 
 OUTPUTS = ("json", "plot", "timeline")
-"""Options for output files."""
 
 SHORT_FLAGS: Mapping[str, str] = {
     "--tp": "--tensor-model-parallel-size",
@@ -67,11 +66,7 @@ class PlanOptions:
 
 
 def check_options(options: argparse.Namespace, megatron_flags: Sequence[str]) -> PlanOptions:
-    """Return the checked options. `megatron_flags` are the arguments that the parser does not recognize.
-
-    Raises:
-        ConfigError: An option has an invalid value.
-    """
+    """Return the checked options. `megatron_flags` are the arguments that the parser does not recognize."""
     options.model = _find_model_path(options.model)
     if options.gpu is options.hardware is options.profile is None:
         raise ConfigError(f"--gpu is missing. Use --gpu, --hardware or --profile, for example: {EXAMPLE}.")

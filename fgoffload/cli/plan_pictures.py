@@ -23,9 +23,6 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
     """Plot the device memory of a pipeline rank over a step. With many microbatches, the plot ends soon after the peak.
 
     `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
-
-    Raises:
-        ConfigError: The file cannot be written.
     """
     axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"GiB on pipeline rank {rank}, the plan's highest peak")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
@@ -61,9 +58,6 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
     """Plot step time over the baseline against peak memory, for plans and for Megatron's own flags.
 
     Plans form a line, and baselines are points. The legend shows the values of baselines outside the plot.
-
-    Raises:
-        ConfigError: The file cannot be written.
     """
     axes = draw_axes(4.5, title, x="highest peak memory of a rank, GiB, predicted", y="step time over baseline")
     baseline_s = baselines["baseline"].step_s
@@ -99,11 +93,7 @@ def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
 
 
 def save_plot(axes: Any, path: Path) -> None:
-    """Write the plot of `axes` to `path`, whose suffix is the image format.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
+    """Write the plot of `axes` to `path`, whose suffix is the image format."""
     try:
         with replacing(path) as partial:
             axes.figure.savefig(partial, dpi=120)

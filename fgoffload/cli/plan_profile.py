@@ -31,15 +31,7 @@ _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
 def build_profiled_ranks(
     profile: Profile, path: Path, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> tuple[RankModel, ...]:
-    """Build the pipeline ranks from a profile, adapted to the planned run.
-
-    Args:
-        profile: The measured profile.
-        path: The profile's file, for errors.
-        checked: The options, with the model's file and the reserve.
-        model: The planned model.
-        parallelism: The planned parallel sizes and microbatches.
-        assumptions: The planner's assumptions, from the other flags.
+    """Build the pipeline ranks from `profile`, which was read from `path`, and adapt them to the planned run.
 
     Raises:
         ConfigError: The profile is of a different run. The message shows the first difference.

@@ -62,7 +62,6 @@ def show_plan(
     """Plan, print the summary, and write the files. Budgets are per rank; None means no limit.
 
     Raises:
-        ConfigError: A file cannot be written.
         PlanError: No plan fits.
     """
     passes = THOROUGH_LAYER_PASSES if checked.thorough else DEFAULT_LAYER_PASSES
@@ -130,11 +129,7 @@ def show_sweep(
     points: int,
     host_budget_bytes: int | None,
 ) -> None:
-    """Plan for `points` evenly spaced budgets and each baseline's peak, print the table, and write the files.
-
-    Raises:
-        ConfigError: A file cannot be written.
-    """
+    """Plan for `points` evenly spaced budgets and each baseline's peak, print the table, and write the files."""
     with _working("finding the smallest budget"):
         least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
         report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)

@@ -19,7 +19,6 @@ from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import format_bytes
 
 WIDTH = 80
-"""Width of the summary in columns."""
 
 _ACTIONS = {
     Action.OFFLOAD: "offload",

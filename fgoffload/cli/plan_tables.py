@@ -39,7 +39,6 @@ class Subject:
     hardware: Hardware | None
     """Hardware of the device. None with a profile of a training run."""
     device: str
-    """Name of the device."""
     reserve_bytes: int
     """Memory of each device outside the allocator, counted as static memory."""
     host_budget: str

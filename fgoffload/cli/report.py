@@ -14,16 +14,12 @@ from fgoffload.trainer.steps import Difference
 from fgoffload.units import MIB, format_bytes, format_ms
 
 WITHOUT, WITH = "without offload", "with offload"
-"""Labels of the two runs."""
 
 
 def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], title: str) -> Table:
-    """Return a table with a column for each run.
+    """Return a table with a column for each of `records`, which are keyed by label.
 
-    Args:
-        records: The runs by label: without offload and, unless offload is off, with offload.
-        differences: The first difference of the losses and of the gradients, if they differ.
-        title: The model, its device and versions.
+    `differences` contains the first difference of the losses and of the gradients, if they differ.
     """
     table = _start_table(records, title)
 

@@ -93,11 +93,7 @@ def run(options: argparse.Namespace, words: Sequence[str]) -> int:
 
 
 def read_request(words: Sequence[str]) -> RunRequest:
-    """Parse the arguments of `fgoffload run`.
-
-    Raises:
-        ConfigError: The script is missing or not a file.
-    """
+    """Parse the arguments of `fgoffload run`."""
     options: Sequence[str] = ()
     if words and words[0].startswith("-"):
         own = [flag.partition(" ")[0] for flag in OWN_FLAGS]
@@ -124,9 +120,6 @@ def run_torchrun(words: Sequence[str]) -> int:
     """Run torchrun in this process, and return the exit code of the first failed rank, or 0.
 
     torchrun itself exits with 1 whenever a rank fails.
-
-    Raises:
-        ConfigError: torchrun rejects an option or its value.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

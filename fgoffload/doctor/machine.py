@@ -72,11 +72,7 @@ class CommandResult(NamedTuple):
 
 
 class Machine:
-    """State of this machine, as read by the checks.
-
-    Args:
-        root: Folder that contains `proc` and `sys`.
-    """
+    """State of this machine, as read by the checks. `root` is the folder that contains `proc` and `sys`."""
 
     measure_copies = staticmethod(measure_copies)
     try_pinning = staticmethod(try_pinning)
@@ -89,11 +85,9 @@ class Machine:
         """CPUs that this process may run on."""
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> CommandResult:
-        """Run a command and wait for it.
+        """Run a command with additional environment `variables`, and wait for it.
 
-        Args:
-            words: The program and its arguments. `python` means this interpreter.
-            variables: Additional environment variables.
+        If the first of `words` is `python`, it means this interpreter.
         """
         program = sys.executable if words[0] == "python" else words[0]
         try:

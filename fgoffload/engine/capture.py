@@ -33,7 +33,6 @@ class CapturedHandle:
     part: StagedPart
     view: View
     place: Place
-    """Site and microbatch that saved the tensor."""
 
     def take(self) -> torch.Tensor:
         """Return the saved tensor. In a captured backward, it is at the address from which replays read."""
@@ -75,7 +74,6 @@ class Capture:
         return handle.take()
 
     def __enter__(self) -> "Capture":
-        """Install the hooks."""
         push_hooks(self, self.unpack)
         return self
 
@@ -127,11 +125,9 @@ class CapturedRegion:
         return self
 
     def __enter__(self) -> None:
-        """Set the current tag."""
         self._before, self.capture.stats = self.capture.stats, self.stats
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Restore the previous tag."""
         self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:

@@ -38,9 +38,8 @@ _COMPARED_BYTES = 16 * MIB
 class HostSlab:
     """Host memory for asynchronous copies.
 
-    Args:
-        buffer: uint8 `[size_bytes]`, on the CPU.
-        free: Releases the memory once the copies queued so far are done. It must not reference the slab.
+    `buffer` is uint8 `[size_bytes]`, on the CPU. `free` releases the memory once the copies queued so far are done. It must not
+    reference the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
@@ -114,10 +113,8 @@ class Device(abc.ABC):
     def copy_bytes(self, *, destination: torch.Tensor, source: torch.Tensor, stream: Stream) -> None:
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
-        Args:
-            destination: Contiguous tensor with the type and size of `source`.
-            source: Contiguous tensor. It must not be bool, because a copy of bools may change bits.
-            stream: Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so group copies.
+        Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
+        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so group copies.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:

@@ -84,7 +84,6 @@ class OffloadEngine:
         self._lock = threading.RLock()
         # Created before the transfers: Python frees attributes in order, and host memory must be freed before device buffers.
         self.staging = Staging(device, self.arena, self._lock)
-        """Staging slots of captured graphs."""
         self.observers: list[ActivationLedger] = []
         """Ledgers that count saves, unpacks and device buffers."""
         self._watch = StopWatch(device) if is_timed else None
@@ -102,7 +101,6 @@ class OffloadEngine:
             observers=self.observers,
         )
         self._captures_step = False
-        """Whether a graph of a whole step is being captured."""
 
     def set_policy(self, policy: TransferPolicy) -> None:
         """Change the window and prefetch sizes."""

@@ -24,11 +24,8 @@ class Group(ScheduledGroup):
     def __init__(self, place: Place, stats: TagStats, *, position: int) -> None:
         super().__init__(position)
         self.place = place
-        """Site and microbatch."""
         self.stats = stats
-        """Statistics of the site's tag."""
         self.moved_bytes = 0
-        """Bytes offloaded with this group."""
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """Bytes that `count_kept` has counted: by storage key, then by address and size of the tensor."""
         self.filtered: set[int] = set()

@@ -89,7 +89,6 @@ class KeptHandle:
     nbytes: int | None
     """Bytes of its storage, which must not change. None if the tensor has no storage or its storage may be replaced."""
     place: Place
-    """Site and microbatch that saved the tensor."""
 
     def take(self) -> torch.Tensor:
         """Return the saved tensor. Raises `StateError` if it was changed in place or its storage was resized."""

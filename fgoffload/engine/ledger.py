@@ -27,8 +27,7 @@ class LedgerSample(NamedTuple):
 class ActivationLedger:
     """Counts the bytes of live storages that autograd saved or the engine reloaded.
 
-    Args:
-        parameters: Parameters of the model. Their storages are not counted, because they are not activations.
+    The storages of the model's `parameters` are not counted, because they are not activations.
     """
 
     def __init__(self, *, parameters: Iterable[torch.Tensor]) -> None:

@@ -32,7 +32,6 @@ class _InFlight(NamedTuple):
     d2h_done: Event
     size_bytes: int
     stats: TagStats
-    """Statistics of the group's tag."""
 
 
 class StopWatch:

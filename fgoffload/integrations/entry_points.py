@@ -14,12 +14,8 @@ logger = logging.getLogger(__name__)
 def replace_function(path: str, function: Callable[..., Any], *, versions: str) -> None:
     """Replace the function at `path` with `function`, in its module and in modules of that project that imported it.
 
-    Later imports get `function` too. A second call does nothing.
-
-    Args:
-        path: Dotted name, as in `verl.utils.activation_offload.enable_activation_offloading`.
-        function: Replacement with the signature of the original.
-        versions: Versions of the project that have `path`.
+    `path` is a dotted name, as in `verl.utils.activation_offload.enable_activation_offloading`. Later imports get `function`
+    too. A second call does nothing. The error names `versions`, the versions of the project that have `path`.
 
     Raises:
         IntegrationError: The function does not exist.

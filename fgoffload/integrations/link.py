@@ -26,11 +26,9 @@ _PRODUCTS = 40
 
 
 def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile:
-    """Measure the copy rates between `device` and its host.
+    """Measure the copy rates between `device` and its host, for copies of `sizes` bytes in ascending order.
 
-    Args:
-        device: Device to measure. It should be idle, since other load lowers the rates.
-        sizes: Copy sizes in bytes, in ascending order.
+    The device should be idle, since other load lowers the rates.
 
     Streams:
         Copies run on the device's two copy streams, and products on the current stream. The host waits for each batch.

@@ -137,11 +137,7 @@ def parse_arguments(
 
 
 def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadConfig | None) -> Any:
-    """Return Megatron's TransformerConfig for `arguments`.
-
-    Args:
-        arguments: The training run.
-        offload: Offload options; None disables offload. The config only contains the tags that Megatron accepts.
+    """Return Megatron's TransformerConfig for `arguments`. It contains only the offload tags that Megatron accepts.
 
     Raises:
         ConfigError: Megatron rejects the combination. The error includes Megatron's message.

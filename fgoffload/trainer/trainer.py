@@ -57,13 +57,7 @@ class Trainer:
         offload: OffloadConfig | None,
         policy: TrainingPolicy = DEFAULT_POLICY,
     ) -> None:
-        """Build this rank's part of the model.
-
-        Args:
-            arguments: The training run. `arguments.offload` is ignored.
-            text: Source of the microbatches.
-            offload: Offload options, or None for no offload.
-            policy: Kernels, optimizer, and the engine that offloads.
+        """Build this rank's part of the model. `offload` replaces `arguments.offload`, and None disables offload.
 
         Raises:
             ConfigError: This version or machine does not support the arguments, or the text is too short.

@@ -36,13 +36,10 @@ class TrainingArguments:
     offload: OffloadConfig | None
     """Options of activation offload, or None without offload."""
     source: FlagSources
-    """Source of the flags, for errors."""
     world_size: int
-    """Number of processes."""
     seq_length: int
     """Tokens per sequence."""
     max_position_embeddings: int
-    """Maximum number of positions that the model supports."""
     micro_batch_size: int
     """Sequences per microbatch."""
     global_batch_size: int

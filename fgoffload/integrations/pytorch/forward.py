@@ -200,7 +200,6 @@ class Forward:
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
-        """Enclosing forward, or None."""
         self._around = ThreadState()
         self._engine = engine
         self._hook = hook

@@ -151,7 +151,6 @@ class _Method:
         self._module = None if module is None else weakref.ref(module)
 
     def __call__(self, *args: Any) -> Any:
-        """Call `function` with the module."""
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
