@@ -1,7 +1,7 @@
 """The offload engine. Integrations call it in forward, and autograd calls it through the hooks of regions.
 
 `keep_rules.py` decides which tensors stay on the device. `fgoffload.transfer_schedule` decides when to reload the others.
-`transfers.py` queues the copies and orders the streams.
+`copies.py` queues the copies and orders the streams.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from fgoffload.engine.capture import Capture
+from fgoffload.engine.copies import StopWatch, Transfers
 from fgoffload.engine.device import Device
 from fgoffload.engine.execution import Execution
 from fgoffload.engine.geometry import View, get_view
@@ -38,7 +39,6 @@ from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.staging import Staging
 from fgoffload.engine.stats import Counters, KeptReason, StepStats, TagStats
 from fgoffload.engine.torch_internals import wrap_internals
-from fgoffload.engine.transfers import StopWatch, Transfers
 from fgoffload.errors import StateError
 from fgoffload.plan import Site
 from fgoffload.transfer_schedule import GroupState, TransferPolicy, TransferSchedule

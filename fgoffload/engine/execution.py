@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
+from fgoffload.engine.copies import Transfers
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View
 from fgoffload.engine.group import Group, Lane
@@ -20,7 +21,6 @@ from fgoffload.engine.region import is_in_backward
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.stats import Counters, KeptReason, TagStats
-from fgoffload.engine.transfers import Transfers
 from fgoffload.errors import StateError
 from fgoffload.transfer_schedule import GroupState, ReloadDecision, SavedState, TransferSchedule
 from fgoffload.units import format_bytes

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 
 import torch
 
+from fgoffload.engine.copies import Transfers
 from fgoffload.engine.device import Device
 from fgoffload.engine.geometry import View, gather, get_byte_range
 from fgoffload.engine.group import Group, Lane
@@ -25,7 +26,6 @@ from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason, TagStats
-from fgoffload.engine.transfers import Transfers
 from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
