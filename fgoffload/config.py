@@ -26,7 +26,7 @@ class OffloadConfig:
     """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. If empty, the plan chooses the tags.
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
             `auto` measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
         activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches

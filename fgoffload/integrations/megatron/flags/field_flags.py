@@ -158,7 +158,7 @@ class FlagParser(argparse.ArgumentParser):
         if rest.startswith(prefix):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
         if rest.startswith("'$"):
-            rest = f"{rest} The script does not set that variable."
+            rest = "is computed from a variable that the script does not set. Set it there, or pass a number."
         raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:
