@@ -196,6 +196,11 @@ def reset_peaks() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def find_peak() -> int | None:
+    """Return the peak bytes of tensors since `reset_peaks`; None on a CPU."""
+    return None if needs_cpu_support() else torch.cuda.max_memory_allocated()
+
+
 def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measurement:
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
@@ -203,7 +208,7 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measureme
         # This is the pinned memory of torch's allocator, which was emptied before the setting. Our engine has its own arena.
         host = torch.cuda.host_memory_stats()
         memory = {
-            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_allocated_bytes": find_peak(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
             "host_bytes": int(max(host.get("allocated_bytes.current", 0), host.get("reserved_bytes.current", 0))),
         }
