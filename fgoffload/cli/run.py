@@ -15,7 +15,7 @@ from fgoffload.cli.launch import find_launch, set_up_process
 from fgoffload.cli.options import suggest, suggest_file
 from fgoffload.cli.script import EXIT_FAILED, find_fault, imports_any, run_script, script_folder_first
 from fgoffload.cli.streams import collect_info
-from fgoffload.errors import ConfigError, OffloadError
+from fgoffload.errors import BudgetError, ConfigError, OffloadError
 from fgoffload.units import SIZE_UNITS
 
 if TYPE_CHECKING:
@@ -228,4 +228,6 @@ def _rank_in_errors(rank: int) -> Iterator[None]:
     except OffloadError as error:
         if rank == 0:
             raise
+        if isinstance(error, BudgetError):
+            raise BudgetError(f"rank {rank}: {error.why}", error.least_bytes) from error
         raise type(error)(f"rank {rank}: {error}") from error

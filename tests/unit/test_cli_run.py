@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fgoffload.errors import BudgetError
+
 SCRIPT = str(Path(__file__).parents[1] / "support" / "megatron_lm" / "pretrain_tiny.py")
 TAGS = ("attn_norm", "core_attn", "attn_proj", "mlp_act")
 MODEL = ("--num-layers", "2")
@@ -118,3 +120,11 @@ def test_help_lists_our_flags_without_importing_torch():
     assert ended.returncode == 0, ended.stderr
     assert "--fine-grained-activation-offloading" in ended.stdout
     assert "torchrun --nproc-per-node 8 -m fgoffload run pretrain_gpt.py ..." in ended.stdout
+
+
+def test_errors_of_other_ranks_name_the_rank():
+    from fgoffload.cli.run import _rank_in_errors
+
+    with pytest.raises(BudgetError, match=r"^rank 1: No plan fits\. Use a budget of \S+ or more") as caught, _rank_in_errors(1):
+        raise BudgetError("No plan fits.", 5 << 20)
+    assert caught.value.least_bytes == 5 << 20
