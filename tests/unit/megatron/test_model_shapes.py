@@ -117,7 +117,7 @@ INVALID = {
     "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is not supported. Use one of",
     "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of the unfused activation",
     "--tp 2 --mtp-num-layers 1": "without --sequence-parallel is not supported with multi-token prediction.",
-    "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank 2 .* Use one of them",
+    "--pp 2 --vp 2 --num-layers-per-virtual-pipeline-stage 1": "--num-virtual-stages-per-pipeline-rank 2 .* Use only one",
 }
 
 
