@@ -179,9 +179,8 @@ class BudgetOffload(ModelOffload):
             self._meter = find_meter(engine, model)
             self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
         self._step += 1
-        has_gradients = any(one.grad is not None for one in model.parameters())
         if self._is_compared(self._step - 1) or self._measures:
-            self._compare(self._meter, has_gradients=has_gradients)
+            self._compare(self._meter, has_gradients=_has_gradients(model))
         self._numel = sum(tensor.numel() for tensor in list_tensors(inputs))
         needs_trial = self.planned is None or self._numel > self._tried_numel
         if self._step == 1 or (needs_trial and is_alone()):
@@ -201,7 +200,7 @@ class BudgetOffload(ModelOffload):
             self._start_bytes, _ = self._meter.read()
             self._meter.pop_peak()
             self._loss = LossMeter(engine.device, self._meter)
-            self._reading = StepReading(0, has_gradients=has_gradients)
+            self._reading = StepReading(0, has_gradients=_has_gradients(model))
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
@@ -344,6 +343,10 @@ class BudgetOffload(ModelOffload):
 
     def _warn_of_idle(self, tags: Mapping[str, TagStats]) -> None:
         """Do nothing, since the plan may keep all tensors of a tag."""
+
+
+def _has_gradients(model: torch.nn.Module) -> bool:
+    return any(one.grad is not None for one in model.parameters())
 
 
 def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -104,10 +104,11 @@ class RankSearch:
 
     def _sweep(self, budget_bytes: int) -> None:
         """Find the first state within the budget, by bisection, at each copy price and from each first state."""
-        for price, base in itertools.product(_COPY_PRICES, self._list_bases()):
-            s_per_byte = price / self.rank.link.d2h_bytes_per_s
-            steps = _list_steps(self.slots, self.treatments, s_per_moved_byte=s_per_byte, late=self.rank.late)
-            steps = [(place, treatment) for place, treatment in steps if place not in base]
+        link, late = self.rank.link, self.rank.late
+        prices = [price / link.d2h_bytes_per_s for price in _COPY_PRICES]
+        ordered = [_list_steps(self.slots, self.treatments, s_per_moved_byte=price, late=late) for price in prices]
+        for all_steps, base in itertools.product(ordered, self._list_bases()):
+            steps = [(place, treatment) for place, treatment in all_steps if place not in base]
 
             def fits(count: int, base: Base = base, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
                 chosen = {**base, **dict(steps[:count])}
