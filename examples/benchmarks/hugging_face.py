@@ -314,7 +314,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, help="number of layers, instead of the workload's")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--microbatches", type=int, default=1, help="microbatches per step, with accumulated gradients")
-    parser.add_argument("--warmup", type=int, default=10, help="untimed steps; the engine compares bytes in the first 8")
+    parser.add_argument("--warmup", type=int, default=40, help="untimed steps; a hot GPU is up to 2%% slower than a cold one")
     parser.add_argument("--smoke", action="store_true", help="use a tiny model, to test the script with or without a GPU")
     parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file to --out, and measure nothing")
     parser.add_argument("--out", type=Path, metavar="FILE.json")

@@ -3,7 +3,7 @@
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
 second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
 timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
-planner's model with their peak and shortest time, and plans again, as long as new plans are faster. It then follows the fastest
+planner's model with their peak and median time, and plans again, as long as new plans are faster. It then follows the fastest
 plan, and compares its steps that are powers of two with the prediction. All processes do so in the same steps, since they
 exchange their readings. A forward whose input is larger than planned offloads everything. A single process measures the model
 again in that forward; several processes do so in the next compared step.
@@ -12,6 +12,7 @@ again in that forward; several processes do so in the next compared step.
 import contextlib
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,7 +56,7 @@ _EARLY = 3
 _SETTLED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
-"""Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
+"""Number of timed steps, of which `_SETTLED` is the last. Their median counts, since the CPU may delay some of them."""
 _ROUNDS = 3
 """Maximum number of times that a plan is replaced to correct it."""
 _FASTER = 0.005
@@ -279,7 +280,7 @@ class BudgetOffload(ModelOffload):
         age = self._step - 1 - self._planned_at
         if _SETTLED - _TIMED < age <= _SETTLED:
             self._times_s.append(reading.step_s)
-            reading = reading._replace(step_s=min(self._times_s))
+            reading = reading._replace(step_s=statistics.median(self._times_s))
         planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
         is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
         if age == _SETTLED:
@@ -322,8 +323,9 @@ class BudgetOffload(ModelOffload):
         engine.set_policy(self._policy)
         self._follow(planned)
 
-    def _follow(self, planned: BudgetPlan) -> None:
-        self.planned, self._planned_at, self._times_s = planned, self._step, []
+    def _follow(self, planned: BudgetPlan, *, age: int = 0) -> None:
+        """Use a plan from now on. It is not compared in the early steps if `age`, its age in steps, is above `_SETTLED`."""
+        self.planned, self._planned_at, self._times_s = planned, self._step - age, []
         self._shared.clear()
         logger.info("%s", self.explain())
 
@@ -335,7 +337,7 @@ class BudgetOffload(ModelOffload):
         elif fastest is not None and fastest.step_s < planned.step_s:
             self._corrections = _ROUNDS
             logger.info("%s returns to its previous plan, which was faster:", self.name)
-            self._follow(fastest)
+            self._follow(fastest, age=_SETTLED + 1)
             return
         else:
             self._fastest = planned
