@@ -1,4 +1,4 @@
-"""Determines which tags and recompute units of a Megatron layer CUDA graphs capture.
+"""Determines which tags and recompute units of a Megatron layer are captured in CUDA graphs.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
 `MoELayer.forward` of megatron-core 0.19.2.
@@ -11,7 +11,8 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Values of `--cuda-graph-impl`: no graphs; each layer, by Megatron; each layer, by Transformer Engine; the whole step."""
+"""Values of `--cuda-graph-impl`: no graphs, Megatron's graphs of layers, Transformer Engine's graphs of layers, and one graph
+of the whole step."""
 
 
 class Graphs(NamedTuple):
@@ -37,7 +38,7 @@ _OF_MOE_LAYERS = {
     "moe_router": _BEFORE_EXPERTS,
     "moe_preprocess": ("dispatch",),  # permutes the tokens before the all-to-all
 }
-"""Captured tags and units, by value of `--cuda-graph-modules`."""
+"""Captured tags and units, keyed by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
 """Unit and tag of full-layer recompute. A replay skips the layer's forward, so the layer cannot be recomputed."""
@@ -58,7 +59,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags that a layer's graphs exclude from offload, each with the reason. See `find_captured`."""
+    """Return the tags that cannot be offloaded because of the layer's graphs, each with the reason. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:
@@ -84,6 +85,6 @@ def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[st
     of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
     inside = {name for module in modules for name in of_layer.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # If either is listed, Megatron captures both, and the ops after the all-to-all of the experts' outputs.
+        # If either is listed, Megatron captures both, and also the ops after the all-to-all of the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

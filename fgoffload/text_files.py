@@ -1,4 +1,4 @@
-"""Reads text and JSON files from users."""
+"""Reads text and JSON files that users pass."""
 
 import gzip
 import json

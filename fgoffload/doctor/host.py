@@ -24,7 +24,7 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
-    """Check that the process can pin host memory, by pinning some."""
+    """Pin and release some host memory, to check that the process can."""
     name = "pinned memory"
     if not has_gpu:
         return ok(name, "not tested, since it requires a GPU")
@@ -63,7 +63,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     """Check that this process runs on the GPU's NUMA node. Copies to memory of other nodes cross sockets."""
-    name = f"GPU {index}: CPUs near it"
+    name = f"GPU {index}: nearby CPUs"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     nodes = _read_cpu_list(_read_text(machine.root / "sys/devices/system/node/online"))

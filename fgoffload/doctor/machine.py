@@ -23,7 +23,7 @@ REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second. Each is the fastest of several copies, since other load only slows them."""
+    """Copy rates in bytes per second. Each is the fastest of several copies, because other load can only slow a copy down."""
 
     d2h: float
     h2d: float

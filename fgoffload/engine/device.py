@@ -133,10 +133,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
-        """Allocate uint8 `[size_bytes]` of device memory in the order of the current stream."""
+        """Allocate uint8 `[size_bytes]` of device memory on the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Allocate a device tensor like the contiguous `view`, in the order of the current stream."""
+        """Allocate a device tensor like the contiguous `view` on the current stream."""
         # Detached, because autograd forbids in-place changes in grad mode to a view that was made in no-grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
@@ -206,7 +206,8 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # else a CUDA build returns CUDA without a GPU
+        # Without the check, a CUDA build returns CUDA even without a GPU.
+        device = torch.accelerator.current_accelerator(check_available=True)
         if device is None:
             raise StateError(
                 "torch found no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
@@ -220,7 +221,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams by CUDA's handle. Stream objects with the same handle are the same queue."""
+        """Streams keyed by CUDA's handle. Stream objects with the same handle are the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -249,7 +250,7 @@ class AcceleratorDevice(Device):
         self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.event.query())  # captured work has not run
+        return not self.is_capturing() and bool(event.event.query())  # captured work has not run yet
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
         event.event.synchronize()

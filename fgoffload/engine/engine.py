@@ -225,7 +225,7 @@ class OffloadEngine:
                 self.execution.submit(group)
 
     def poll(self) -> None:
-        """Release the memory of finished copies, as `end` also does. The host does not block."""
+        """Release the memory of finished copies. `end` also does this. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -365,7 +365,7 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Report saves and the engine's own device buffers to `ledger` within the context."""
+        """Report saves and the engine's own device buffers to `ledger` until the context manager exits."""
         self.observers.append(ledger)
         try:
             yield

@@ -12,7 +12,7 @@ alignment, an op on the reloaded tensor could select another kernel, whose resul
 
 
 class View(NamedTuple):
-    """Layout of a tensor in its storage. Equal views of one storage have the same bytes."""
+    """Layout of a tensor in its storage. Equal views of one storage refer to the same bytes."""
 
     dtype: torch.dtype
     size: torch.Size

@@ -160,7 +160,7 @@ class Trainer:
     def evaluate(self) -> tuple[float, ...]:
         """Run forward on one global batch in eval mode, and return its losses as in `StepResult.losses`.
 
-        Call this at any time between training steps. Each call uses new text, which no training step uses.
+        Call this at any time between training steps. Each call uses other text, which no training step uses.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:

@@ -1,12 +1,12 @@
 """Handle of a model with a memory budget. Measures and plans the model, and executes the plan.
 
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
-second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
-timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
-planner's model with their peak and shortest time, and plans once more. It compares later steps that are powers of two with the
-prediction. All processes do so in the same steps, since they exchange their readings. A forward whose input is larger than
-planned offloads everything. A single process measures the model again in that forward; several processes do so in the next
-compared step.
+second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It times the
+plan's 11th to 13th steps, because the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). It then
+corrects the planner's model with their peak and shortest time, and plans again. After that, it compares each step of the plan
+whose number is a power of two with the budget. All processes do so in the same steps, because they exchange their readings. A
+forward whose input is larger than planned offloads everything. A single process measures the model again in that forward;
+several processes do so in the next compared step.
 """
 
 import contextlib
@@ -57,9 +57,9 @@ _SETTLED = 12
 _TIMED = 3
 """Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
 _FASTER = 0.005
-"""Fraction of a step by which a plan must be predicted to be faster to replace another plan that fits the budget."""
+"""A plan replaces another plan that fits the budget only if its predicted step is shorter by more than this fraction."""
 _ALIKE = 0.9
-"""Fraction of the planned input size below which a step is not compared with the prediction."""
+"""A step is compared with the prediction only if its input has at least this fraction of the planned input's elements."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
@@ -77,7 +77,7 @@ class BudgetOffload(ModelOffload):
         self._planner: Planner | None = None
         self._blocks: dict[int, MeasuredBlock] = {}
         self._shared: dict[tuple[int, str], bool] = {}
-        """Results of `_shares_offloaded` for the plan, by layer and tag."""
+        """Results of `_shares_offloaded` for the plan, keyed by layer and tag."""
         self._gradient_bytes: dict[int, int] = {}
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
@@ -173,8 +173,8 @@ class BudgetOffload(ModelOffload):
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} uses gradient checkpointing, but a memory budget plans the recompute itself. Call "
-                    "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
+                    f"memory: {self.name} uses gradient checkpointing, but fgoffload plans the recompute for a memory budget. "
+                    "Call model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
             self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
@@ -337,7 +337,7 @@ class BudgetOffload(ModelOffload):
             logger.info("%s", self.explain())
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive the policy until there is a plan. Later steps use the plan's policy."""
+        """Derive the policy as long as no plan exists. Later steps use the plan's policy."""
         if self.planned is None:
             super()._derive_policy(lane)
 

@@ -39,7 +39,7 @@ class LossMeter:
 
     @skip
     def note(self) -> None:
-        """Note the end of the model's forward or, in the hook of `begin`, of the loss's backward."""
+        """Record the end of the model's forward or, in the hook of `begin`, of the loss's backward."""
         if self._events:
             self._record()
             self._peaks_bytes.append(max(0, self._meter.read()[1] - self._start_bytes))

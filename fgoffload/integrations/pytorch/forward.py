@@ -75,7 +75,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record why a region of `tag` does nothing here, or a forward if `tag` is None. Disabled gradients are not recorded."""
+    """Record why a region of `tag`, or a forward if `tag` is None, does nothing here, unless gradients are disabled."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -231,7 +231,7 @@ class Forward:
         return region
 
     def keep_saves(self) -> None:
-        """Keep all tensors that autograd saves later on the device, even inside an open region."""
+        """Exclude all tensors that autograd saves from now on from offload, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def announce_backward(self, tensor: torch.Tensor | None) -> None:
@@ -275,7 +275,7 @@ class SavingRegion:
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
-        """Stop saving. Unless the region failed, offload the last group and put its end mark on a tensor in `output`."""
+        """End the region. Unless it failed, offload its last group and put the group's end mark on a tensor in `output`."""
         self._around.restore()
         if is_failed:
             return
@@ -302,7 +302,7 @@ class KeptRun:
 class PlainRun:
     """Run of a module without the engine's hooks, which cost CPU time for each saved tensor.
 
-    A tensor that another module offloads too then stays on the device if this module saves it.
+    If this module saves a tensor that another module offloads, the tensor stays on the device.
     """
 
     __slots__ = ("_popped",)
@@ -315,6 +315,6 @@ class PlainRun:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, output: Any) -> None:
-        """End the run. The hooks receive later saved tensors."""
+        """End the run, and install the hooks again."""
         while self._popped:
             push_hooks(*self._popped.pop())

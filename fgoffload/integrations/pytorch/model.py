@@ -159,7 +159,7 @@ class ModelOffload(EngineOwner):
         return forward
 
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether `begin_run` would do nothing here. A cheap check; False is always right."""
+        """Return whether `begin_run` would do nothing here. To be cheap, this check may return False even then."""
         return False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,7 +197,7 @@ class ModelOffload(EngineOwner):
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """Run of a module with gradients."""
+    """Run of a module with gradients enabled."""
 
     forward: Forward | None
     """Forward that begins and ends with this run. None if the run is part of another forward."""
