@@ -27,7 +27,7 @@ class OffloadConfig:
 
     Args:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
-            `auto` measures the first step and plans for `offload_memory_budget_bytes`.
+            With `auto`, fgoffload measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
         activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
             last stay on the GPU.
@@ -59,7 +59,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         """Check every field. Errors name the flag, the value, the limit and the fix."""
         if self.offload_plan is not None:
-            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings work too
+            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings are accepted too
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(

@@ -36,7 +36,7 @@ _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 
 
 class Action(enum.Enum):
-    """What a plan does with a site's saved tensors.
+    """Treatment of a site's saved tensors.
 
     Offload copies the module's saved tensors to the host and frees them on the GPU. Recompute reruns the module in backward, so
     its output need not be saved. Both can be combined: for example, a norm is recomputed and its input is offloaded.

@@ -205,7 +205,7 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """Part of a layer that a plan can recompute, so that the layer saves fewer tensors. Each layer can have other units."""
+    """Part of a layer that a plan can recompute to save fewer tensors. Each layer can recompute different units."""
 
     name: str
     """Name in plans: the tag's name if the unit is the module of a tag."""

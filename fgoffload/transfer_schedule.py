@@ -149,7 +149,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes of the tensors that backward has unpacked in layers without offloaded tensors. The next op frees them."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. The op that uses a tensor then frees it."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
@@ -191,10 +191,10 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     def is_first_unpack(self, group: Group, *, is_offloaded: bool) -> bool:
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
-        Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
-        of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
-        reloaded before backward reached any group, or while backward was in a nested group. Its bytes then count as ahead
-        until backward reaches the group.
+        Once backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) means that another
+        backward of the same graph has begun. A late unpack by an op of another branch does not, because its bytes are still
+        reloaded. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
+        bytes then count as ahead until backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -232,7 +232,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Storages whose offload to cancel, and storages to reload."""
+    """Storages whose offload must be cancelled, and storages to reload."""
 
     lane: ScheduledLane[Group, Saved]
     cancelled: list[Saved]

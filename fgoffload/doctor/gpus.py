@@ -114,7 +114,7 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return ok(name, found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
-    found += f"; the slower one is {slower:.0%} of the link's rate"
+    found += f"; the slower direction reaches {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
         others = "stop other jobs that use the link, and in a virtual machine check the IOMMU and ACS settings"
         return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")

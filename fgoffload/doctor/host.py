@@ -51,7 +51,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
-    found = f"{format_bytes(share_bytes)} a rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
+    found = f"{format_bytes(share_bytes)} per rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or set --offload-host-budget"
     if share_bytes < LEAST_BUDGET_BYTES:
         return fail(name, found, fix)

@@ -93,7 +93,7 @@ class Machine:
         try:
             ended = subprocess.run(
                 [program, *words[1:]],
-                # Since 3.11, PYTHONSAFEPATH stops Python from importing a `torch.py` in the working folder.
+                # Since Python 3.11, PYTHONSAFEPATH stops Python from importing a `torch.py` in the working folder.
                 env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
                 capture_output=True,
                 text=True,

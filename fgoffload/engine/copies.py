@@ -128,7 +128,7 @@ class Transfers:
             self.abandoned.popleft()  # after `_order`, because an exception there must not free a buffer in use
 
     def count_in_flight(self, stats: TagStats) -> int:
-        """Return how many groups of the tag of `stats` are in flight to the host."""
+        """Return how many of the groups that `stats` counts are in flight to the host."""
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
@@ -146,7 +146,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages`, which must be on the host only, to the device in order. Profilers show the places.
+        """Queue copies of `storages` to the device, in order. All must be on the host only. Profilers show their places.
 
         Streams:
             The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.

@@ -1,4 +1,4 @@
-"""Streams, events, copies and memory of a device.
+"""Provides the streams, events, copies and memory of a device.
 
 The engine has one copy stream per direction, so that copies in one direction do not wait for copies in the other.
 
@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so group copies.
+        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so queue several copies there.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -292,7 +292,7 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Approximate GPU clock rate. An H100 or H200 runs at up to 1.98e9, and slower under load."""
+"""Approximate GPU clock rate. An H100 or H200 runs at up to 1.98 GHz, and slower under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

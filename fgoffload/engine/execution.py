@@ -68,7 +68,7 @@ class Execution:
             Queues copies on the device-to-host stream, after the work queued on the compute streams. If too many bytes are in
             flight, the compute streams wait for the oldest copies. The host does not block.
         """
-        self.transfers.poll()  # before the new copies are queued, which cannot be done yet
+        self.transfers.poll()  # before the new copies are queued, because they cannot have finished yet
         storages: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():

@@ -7,8 +7,8 @@ other, because the allocator reuses freed memory for the next kernel on any of t
 
 [Note: Ordering of a copy to the device]
 The buffer is allocated on the compute stream, so the allocator reuses its memory in the order of that stream. The copy stream
-fills it. A stream that reads the buffer first waits for the copy. If a stream other than the buffer's own has read it, or none
-has, the engine makes the buffer's own stream wait for all streams that may still use the buffer before it frees the buffer.
+fills it. A stream that reads the buffer first waits for the copy. Before the buffer is freed, its own stream waits for the
+other streams that may still use it: each one that has read the buffer, or the copy stream if none has.
 """
 
 import enum

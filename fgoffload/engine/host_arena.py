@@ -207,7 +207,7 @@ class HostArena:
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Choose free ranges for a block. Return them and the number of bytes that do not fit.
 
-        The smallest range that is large enough is best. If no range is, take the largest and repeat for the remaining bytes.
+        The smallest range with enough space is best. If none has enough, take the largest and repeat for the remaining bytes.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)

@@ -27,7 +27,7 @@ class PassOrder:
         self._next: dict[_Pass, int] = {}
         """For each pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
-        """Lanes whose backward has not begun, by number."""
+        """Lanes whose backward has not begun, keyed by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:

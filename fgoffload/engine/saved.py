@@ -139,9 +139,9 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        It may if the storage is on the device, or if a tensor of it was saved on `stream` before. If something else keeps the
-        source of an offloaded storage alive, the memory is later freed only in the order of the streams on which its tensors
-        were saved before the offload.
+        It may if the storage is on the device, or if one of its tensors was saved on `stream` before. If something else keeps
+        the source of an offloaded storage alive, the memory is later freed only in the order of the streams on which its
+        tensors were saved before the offload.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
@@ -249,7 +249,7 @@ class SavedStorage:
         if not hasattr(self, "was_offloaded"):
             return  # an interrupt stopped the constructor
         # Any thread may run this at any time, so only atomic appends are safe.
-        if self.reload is not None and self.reload.taken_on != {self.reload.owner}:  # else only its own stream used it
+        if self.reload is not None and self.reload.taken_on != {self.reload.owner}:  # otherwise, only its own stream used it
             self._queues.abandoned.append(self.reload)
         self._queues.dropped.append((self.storage, self.was_offloaded))
 

@@ -1,7 +1,7 @@
 """Maps each saved tensor to its saved storage, or to the reason why it stays on the device.
 
 A storage is offloaded once, however many saves and groups share it. The registry identifies a storage by its address, which a
-saved storage reserves. Another version of the bytes, or bytes outside the offloaded range, get their own saved storage.
+saved storage reserves. Another version of the bytes has its own saved storage, and so do bytes outside the offloaded range.
 
 [Note: Writes that torch does not count]
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the

@@ -1,4 +1,4 @@
-"""Private functions of torch. The engine wraps two of them, so that code for plain torch also works with offload.
+"""Imports private functions of torch, and wraps two functions so that code for plain torch also works with offload.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` disable saved-tensor hooks while they run, and torch raises an error if hooks

@@ -3,10 +3,10 @@
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
 second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It times the
 plan's 11th to 13th steps, because the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). It then
-corrects the planner's model with their peak and shortest time, and plans again. After that, it compares each step of the plan
-whose number is a power of two with the budget. All processes do so in the same steps, because they exchange their readings. A
-forward whose input is larger than planned offloads everything. A single process measures the model again in that forward;
-several processes do so in the next compared step.
+corrects the planner's model with their peak and shortest time, and plans again. After that, it measures the peak of each step
+whose number, counted from the start of the plan, is a power of two, and corrects the plan if the peak exceeds the budget. All
+processes do so in the same steps, because they exchange their readings. A forward whose input is larger than planned offloads
+everything. A single process measures the model again in that forward; several processes do so in the next compared step.
 """
 
 import contextlib

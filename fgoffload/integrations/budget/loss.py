@@ -20,7 +20,7 @@ class LossReading(NamedTuple):
 
 
 class LossMeter:
-    """Measures the loss of one step."""
+    """Measures the time and memory of the loss in one step."""
 
     def __init__(self, device: Device, meter: PeakMeter) -> None:
         self._device, self._meter = device, meter

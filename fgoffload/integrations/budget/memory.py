@@ -58,7 +58,7 @@ class PeakMeter:
 
 
 class _LedgerMeter(PeakMeter):
-    """Adds up parameters, their gradients, and the activations that a ledger counts."""
+    """Adds up the bytes of parameters, their gradients, and the activations that a ledger counts."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plans measured layers, and corrects the plan with measurements of later steps."""
+"""Plans recompute and offload of measured layers, and corrects the plan with measurements of later steps."""
 
 import dataclasses
 import statistics
@@ -22,7 +22,7 @@ _HEADROOM = 0.005
 """Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
 docs/results/huggingface.md, a plan for 26 GiB had a peak of up to 26.05 GiB."""
 _SAFETY = 1.05
-"""Factor on the smallest plan's predicted peak that gives the budget suggested by an error. The first prediction counts the
+"""The budget that an error suggests is the smallest plan's predicted peak times this factor. The first prediction counts the
 memory of the loss as static, and was up to 4% too small."""
 
 _LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)

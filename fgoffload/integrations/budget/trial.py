@@ -217,7 +217,7 @@ class Trial:
         tags.extend(tag for tag in new if tag not in tags)
 
     def _find_input(self, inputs: Any, *tags: str) -> int | None:
-        """Return the index of the storage of the first input that requires a gradient."""
+        """Return the storage index of the first input that requires a gradient."""
         tensor = find_tensor(inputs)
         if tensor is None:
             return None

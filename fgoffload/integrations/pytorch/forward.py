@@ -104,7 +104,7 @@ class UncompiledSaving(Saving):
 
 
 class SizedSaving(UncompiledSaving):
-    """Saves the tensors of one site into consecutive groups of limited size.
+    """Saves the tensors of one site in consecutive groups of limited size.
 
     [Note: When a full group ends]
     Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
@@ -231,7 +231,7 @@ class Forward:
         return region
 
     def keep_saves(self) -> None:
-        """Exclude all tensors that autograd saves from now on from offload, even inside an open region."""
+        """Exclude later saved tensors from offload, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def announce_backward(self, tensor: torch.Tensor | None) -> None:

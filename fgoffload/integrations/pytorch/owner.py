@@ -101,7 +101,7 @@ class EngineOwner:
         self.engine.set_policy(self._policy)
 
     def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
-        """Count a forward that does nothing if `tag` is None. Otherwise, record why the regions of `tag` do nothing."""
+        """Record why the regions of `tag` do nothing. If `tag` is None, count a forward in which offload does nothing."""
         if tag is None:
             self._watch_forward()
             return

@@ -7,7 +7,7 @@ The replacement references the module weakly, to avoid a reference cycle.
 
 A copy of the module must not inherit the attribute, which would run the original module. Copies and pickles use `__getstate__`,
 or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
-too, to omit our attributes.
+too, so that they omit our attributes.
 
 [Note: A checkpoint around the call]
 Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside the checkpoint, where a region does

@@ -78,7 +78,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified in place before its copy was done, or an earlier `reload` result was.
+            StateError: The tensor was modified in place before its copy was done, or the result of an earlier `reload` was.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
