@@ -31,8 +31,8 @@ _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 _BEFORE_EXPERTS = ("mlp_norm", "shared_expert", "router")
 _EXPERTS = ("dispatch", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine")
 
-_OF_DENSE_LAYERS = {"attn": _ATTENTION, "mlp": _DENSE}
-_OF_MOE_LAYERS = {
+_CAPTURED_IN_DENSE_LAYERS = {"attn": _ATTENTION, "mlp": _DENSE}
+_CAPTURED_IN_MOE_LAYERS = {
     "attn": _ATTENTION,
     "moe": (*_BEFORE_EXPERTS, *_EXPERTS),
     "moe_router": _BEFORE_EXPERTS,
@@ -54,8 +54,8 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
     inside = _find_inside(impl, modules, is_moe=is_moe)
     if has_shared_overlap and "expert_fc1" not in inside:
         inside -= {"shared_expert"}
-    around = {unit.name for unit in RECOMPUTE_UNITS if inside & {unit.name, *unit.covers, *unit.reads}}
-    return frozenset(inside | around | set(_WHOLE_LAYERS))
+    overlapping = {unit.name for unit in RECOMPUTE_UNITS if inside & {unit.name, *unit.covers, *unit.reads}}
+    return frozenset(inside | overlapping | set(_WHOLE_LAYERS))
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
@@ -82,8 +82,8 @@ def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[st
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
-    of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
-    inside = {name for module in modules for name in of_layer.get(module, ())}
+    by_module = _CAPTURED_IN_MOE_LAYERS if is_moe else _CAPTURED_IN_DENSE_LAYERS
+    inside = {name for module in modules for name in by_module.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
         # If either is listed, Megatron captures both, and also the ops after the all-to-all of the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}

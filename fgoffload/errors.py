@@ -12,7 +12,7 @@ Every error that a user can cause names the value as typed, the limit and the fi
     └── InternalError      a bug in fgoffload: please report it
 """
 
-LONGEST_MESSAGE = 2000
+MAX_MESSAGE_LENGTH = 2000
 """Maximum length of a message in characters. Messages quote values from users and files, which may be very long."""
 
 
@@ -24,10 +24,10 @@ class OffloadError(Exception):
 
 
 def shorten_message(message: str) -> str:
-    """Remove the middle of a message longer than `LONGEST_MESSAGE`. Its start has the flag, and its end has the fix."""
-    if len(message) <= LONGEST_MESSAGE:
+    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. Its start has the flag, and its end has the fix."""
+    if len(message) <= MAX_MESSAGE_LENGTH:
         return message
-    part = LONGEST_MESSAGE // 2 - 3
+    part = MAX_MESSAGE_LENGTH // 2 - 3
     return f"{message[:part]} ... {message[-part:]}"
 
 

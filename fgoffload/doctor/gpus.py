@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
     """Highest PCIe generation that both GPU and slot support. Idle links use a lower one to save power."""
     width: int | None
     """Number of lanes in use."""
-    most_width: int | None
+    max_width: int | None
     memory_bytes: int | None
     driver: str
 
@@ -70,9 +70,9 @@ def read_gpus(text: str) -> list[Gpu]:
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
             continue  # a driver warning
         uuid, name, bus_id, *numbers, driver = cells
-        generation, width, most_width, memory = map(_read_number, numbers)
+        generation, width, max_width, memory = map(_read_number, numbers)
         memory_bytes = None if memory is None else memory * MIB
-        gpus.append(Gpu(uuid, name, bus_id, generation, width, most_width, memory_bytes, driver))
+        gpus.append(Gpu(uuid, name, bus_id, generation, width, max_width, memory_bytes, driver))
     return gpus
 
 
@@ -97,9 +97,9 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
-    if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
+    if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
         fix = "use a slot with all lanes, reseat the GPU or its riser, or ask your administrator"
-        return warn(name, f"{found}; the GPU supports x{gpu.most_width}", fix)
+        return warn(name, f"{found}; the GPU supports x{gpu.max_width}", fix)
     return ok(name, found)
 
 

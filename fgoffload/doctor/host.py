@@ -9,7 +9,7 @@ from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
-LEAST_BUDGET_BYTES = GIB
+MIN_BUDGET_BYTES = GIB
 """Minimum host memory of a rank. With less, a rank can offload only a few tensors."""
 
 
@@ -53,7 +53,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
     found = f"{format_bytes(share_bytes)} per rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or set --offload-host-budget"
-    if share_bytes < LEAST_BUDGET_BYTES:
+    if share_bytes < MIN_BUDGET_BYTES:
         return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
     if share_bytes < memory // 2:

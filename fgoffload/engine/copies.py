@@ -113,7 +113,7 @@ class Transfers:
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in storages)
         references = [weakref.ref(saved) for saved, _ in storages]
-        # Appended before the states change: an interrupt here leaves storages marked as resident, but no copy without an entry.
+        # Append the entry first: after an interrupt here, storages may still count as resident, but every copy has an entry.
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         for saved, block in storages:
             saved.start_offload(block, d2h_done)
@@ -146,7 +146,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages` to the device, in order. All must be on the host only. Profilers show their places.
+        """Queue copies of `storages` to the device, in order. They must be on the host only. Profilers show their places.
 
         Streams:
             The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.

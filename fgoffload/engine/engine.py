@@ -218,7 +218,7 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
-            self.execution.most_groups = max(self.execution.most_groups, len(lane.groups))
+            self.execution.max_groups = max(self.execution.max_groups, len(lane.groups))
             if is_held:
                 self.execution.held.append(weakref.ref(group))
             else:

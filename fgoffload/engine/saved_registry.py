@@ -59,7 +59,7 @@ class SavedRegistry:
         return key in self._excluded
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. Later saves in `lane` keep a filtered storage too."""
+        """Return why `tensor` stays on the device, or None. If the filter keeps it, its storage stays for the rest of `lane`."""
         reason = self._rules.find_unsupported_kind(tensor)
         if reason is None:
             key = get_key(tensor)
@@ -159,7 +159,7 @@ class SavedRegistry:
                     self._exclude(storage, KeptReason.REFERENCED)
                 self._outlived.clear()
 
-    def note_reload(self, saved: SavedStorage) -> None:
+    def exclude_if_referenced(self, saved: SavedStorage) -> None:
         """Exclude the storage of `saved` from offload if something else still references it."""
         if not saved.storage.is_freed:
             saved.stats.held_elsewhere_bytes += saved.size_bytes

@@ -284,7 +284,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward, if any, whose backward directly follows `current` and whose bytes are on the host."""
+        """Return the forward whose backward directly follows `current`, in a list. Empty unless its bytes are on the host."""
         following = current.next  # uses another slot, unless it reads the slot of `current` in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []

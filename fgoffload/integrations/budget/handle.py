@@ -50,15 +50,15 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
-_EARLY = 3
+_CHECKED_STEPS = 3
 """Number of steps at the start of a plan in which the peak is compared with the budget."""
-_SETTLED = 12
+_LAST_TIMED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
-_TIMED = 3
-"""Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
-_FASTER = 0.005
+_TIMED_STEPS = 3
+"""Number of timed steps, of which `_LAST_TIMED` is the last. Only the shortest counts, since the CPU may delay the others."""
+_MIN_SPEEDUP = 0.005
 """A plan replaces another plan that fits the budget only if its predicted step is shorter by more than this fraction."""
-_ALIKE = 0.9
+_MIN_INPUT_FRACTION = 0.9
 """A step is compared with the prediction only if its input has at least this fraction of the planned input's elements."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
@@ -204,7 +204,8 @@ class BudgetOffload(ModelOffload):
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
-        return age < _EARLY or _SETTLED - _TIMED < age <= _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
+        is_timed = _LAST_TIMED - _TIMED_STEPS < age <= _LAST_TIMED
+        return age < _CHECKED_STEPS or is_timed or (age > _LAST_TIMED and age & (age - 1) == 0)
 
     def _read_clock(self) -> float:
         engine = self.get_engine()
@@ -219,7 +220,7 @@ class BudgetOffload(ModelOffload):
         self._end_forward()
         tensor = find_tensor(output)
         if loss is not None and tensor is not None:
-            loss.note()
+            loss.record_end()
             tensor.register_hook(lambda _: queue_after_backward(self._end_step))  # type: ignore[no-untyped-call]
         return output
 
@@ -270,20 +271,20 @@ class BudgetOffload(ModelOffload):
             self._plan(reading._replace(peak_bytes=reading.peak_bytes + grown_bytes, step_s=0.0, has_gradients=has_gradients))
             return
         planned, planner = self.planned, self._planner
-        if planned is None or planner is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
+        if planned is None or planner is None or min(gather(self._numel)) < _MIN_INPUT_FRACTION * self._planned_numel:
             return
         age = self._step - 1 - self._planned_at
-        if _SETTLED - _TIMED < age <= _SETTLED:
+        if _LAST_TIMED - _TIMED_STEPS < age <= _LAST_TIMED:
             self._times_s.append(reading.step_s)
             reading = reading._replace(step_s=min(self._times_s))
-        planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
+        planned.measured = reading if age >= _LAST_TIMED else reading._replace(step_s=0.0)
         is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
-        if age == _SETTLED:
+        if age == _LAST_TIMED:
             planned.peak_bytes, planned.step_s = planner.fit(planned.plan, reading)
         elif is_above:
             planner.fit(planned.plan, reading._replace(step_s=0.0))
         # Replace a plan within the budget at most once. Otherwise two plans with different errors would alternate.
-        if is_above or (age == _SETTLED and not self._corrections):
+        if is_above or (age == _LAST_TIMED and not self._corrections):
             self._corrections += 1
             self._plan_again(planned, planner, reading.peak_bytes)
 
@@ -329,7 +330,7 @@ class BudgetOffload(ModelOffload):
             if is_above:
                 logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
             return
-        if is_above or found.step_s < (1 - _FASTER) * planned.step_s:
+        if is_above or found.step_s < (1 - _MIN_SPEEDUP) * planned.step_s:
             why = "exceeded the budget" if is_above else "can follow a faster plan"
             logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
             self.planned, self._planned_at, self._times_s = found, self._step, []

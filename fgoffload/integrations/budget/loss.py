@@ -35,10 +35,10 @@ class LossMeter:
         if tensor is not None and tensor.requires_grad:
             self._start_bytes, _ = self._meter.read()
             self._record()
-            tensor.register_hook(lambda _: self.note())  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: self.record_end())  # type: ignore[no-untyped-call]
 
     @skip
-    def note(self) -> None:
+    def record_end(self) -> None:
         """Record the end of the model's forward or, in the hook of `begin`, of the loss's backward."""
         if self._events:
             self._record()

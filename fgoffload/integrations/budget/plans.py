@@ -89,9 +89,9 @@ class Planner:
         self._rank = self._make_rank()
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> tuple[int, float]:
-        """Correct the loss, the static memory and the time outside the layers with the `reading` of a step of `plan`.
+        """Fit the loss, the static memory and the time outside the layers to the `reading` of a step of `plan`.
 
-        A `reading` without a time corrects only the memory. Returns the corrected prediction: peak bytes and seconds.
+        A `reading` without a time affects only the memory. Returns the corrected prediction: peak bytes and seconds.
         """
         if reading.has_gradients:
             self._layers = [dataclasses.replace(layer, gradient_bytes=0) for layer in self._layers]

@@ -209,10 +209,10 @@ class Trial:
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
         if tensor.layout is torch.strided and (key := get_key(tensor)) not in self._parameters:
-            self._note(key, kept, self._open[-1] if self._open else REST)
+            self._add_saved(key, kept, self._open[-1] if self._open else REST)
         return kept
 
-    def _note(self, key: int, tensor: torch.Tensor, *new: str) -> None:
+    def _add_saved(self, key: int, tensor: torch.Tensor, *new: str) -> None:
         _, tags = self._saved.setdefault(key, (tensor, []))
         tags.extend(tag for tag in new if tag not in tags)
 
@@ -222,7 +222,7 @@ class Trial:
         if tensor is None:
             return None
         key = get_key(tensor)
-        self._note(key, tensor.detach(), *tags)
+        self._add_saved(key, tensor.detach(), *tags)
         return list(self._saved).index(key)
 
 

@@ -99,7 +99,7 @@ class ReplacedForward:
         forward = handle.wrap(module, forward, (args, kwargs), self._tag, self._layer)
         if handle.is_idle(self._tag, self._layer):
             return forward(*args, **kwargs)
-        around = ThreadState()  # see [Note: Interrupted forwards]
+        thread_state = ThreadState()  # see [Note: Interrupted forwards]
         try:
             try:
                 run = handle.begin_run(module, (args, kwargs), self._tag, self._layer)
@@ -108,9 +108,9 @@ class ReplacedForward:
                     run.finish(output)
                 return output
             finally:
-                around.restore()
+                thread_state.restore()
         finally:
-            around.restore()  # a second time, in case of an interrupt in the lines above
+            thread_state.restore()  # a second time, in case of an interrupt in the lines above
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 

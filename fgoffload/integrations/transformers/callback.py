@@ -193,7 +193,7 @@ def _warn_of_other_offload(args: Any, model: torch.nn.Module) -> None:
         others.append("TRL's activation_offloading")
     if others:
         logger.warning(
-            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Disable the others. "
+            "%s %s also on. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Disable the others. "
             "Results stay bitwise identical.",
             " and ".join(others),
             "are" if len(others) > 1 else "is",

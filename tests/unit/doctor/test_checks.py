@@ -102,14 +102,14 @@ def test_gpus_have_the_indices_of_torch(tmp_path):
 
 
 def test_host_memory_is_divided_by_gpus_unless_a_launcher_sets_the_ranks(tmp_path, monkeypatch):
-    assert "60.00 GiB a rank" in check(tmp_path, "host memory").found
+    assert "60.00 GiB per rank" in check(tmp_path, "host memory").found
     rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
     two_gpus = {"run": CommandOutputs(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
     two_gpus["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
     assert "60% of free memory, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two_gpus).found
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     found = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "4"}, **two_gpus).found
-    assert "15.00 GiB a rank" in found
+    assert "15.00 GiB per rank" in found
 
 
 @pytest.mark.parametrize(
