@@ -180,7 +180,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
             group.state = GroupState.HELD
 
     def list_held(self) -> list[Group]:
-        """Return the held groups. If backward runs next, they stay on the device, because backward needs them at once."""
+        """Return the held groups. If backward runs next, they stay on the device, because backward needs them immediately."""
         return [group for group in self.groups if group.state is GroupState.HELD]
 
     def expect(self, group: Group, size_bytes: int) -> None:

@@ -20,8 +20,8 @@ _FIELDS = (
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of one PCIe lane in one direction after line coding, by generation. Source: PCI Express base specification
-6.0."""
+"""Bytes per second of one PCIe lane in one direction after line coding, keyed by PCIe generation. Source: PCI Express base
+specification 6.0."""
 
 EXPECTED_FRACTION = 0.65
 """Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16,

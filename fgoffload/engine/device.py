@@ -128,7 +128,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` the current stream if copies need that."""
+        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require it."""
         return self.on(stream)
 
     @abc.abstractmethod

@@ -16,7 +16,7 @@ MOST_FORWARDS = 1 << 16
 class _Pass(NamedTuple):
     is_backward: bool
     number: int
-    """Number of the lane: how many forwards came before it in the step."""
+    """Lane number, which is the number of earlier forwards in the step."""
 
 
 class PassOrder:

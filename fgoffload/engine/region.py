@@ -9,9 +9,10 @@ floating-point sums depend on their order. `end` is not part of the exit from `s
 after their region. For example, the input of a norm is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
-A region does nothing in no-grad mode; during backward, because a recompute needs its tensors at once; during `torch.jit`
-tracing; where saved-tensor hooks are forbidden, such as in a `torch.func` transform; and inside other saved-tensor hooks. Only
-the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and undo its savings.
+A region does nothing in no-grad mode, during `torch.jit` tracing, inside other saved-tensor hooks, and where such hooks are
+forbidden, for example in a `torch.func` transform. It also does nothing during backward, because a recompute needs its tensors
+immediately. Only the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and
+undo its savings.
 """
 
 from collections.abc import Callable

@@ -191,9 +191,9 @@ class SavedStorage:
                 break
 
     def find_change(self, next_use: str, view: View | None = None) -> str | None:
-        """Return an error message if the bytes of `view`, or of any view, changed after autograd saved them, or None.
+        """Return an error message if the bytes of `view` changed after autograd saved them, otherwise None.
 
-        `next_use` completes the message, for example "backward used it".
+        Without `view`, check all views. `next_use` completes the message, for example "backward used it".
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
@@ -219,7 +219,7 @@ class SavedStorage:
         self.was_offloaded = True
         self.state = SavedState.OFFLOADING
         if self.gathered:
-            # The kernels that pack the views are queued on compute streams, so the storage may be released at once.
+            # The kernels that pack the views are queued on compute streams, so the storage may be released immediately.
             self.state = SavedState.OFFLOADED
             self.drop_aliases()
 

@@ -59,7 +59,7 @@ class SavedRegistry:
         return key in self._excluded
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. If the filter keeps it, its storage stays for the rest of `lane`."""
+        """Return why `tensor` stays on the device, or None. A filtered storage stays for the rest of `lane`."""
         reason = self._rules.find_unsupported_kind(tensor)
         if reason is None:
             key = get_key(tensor)

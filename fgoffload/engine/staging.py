@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address, which passes use in turn."""
+    """Device memory at a fixed address that one pass after another uses."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""

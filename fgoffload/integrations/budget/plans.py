@@ -192,7 +192,7 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Return the layers for the planner. Layers with the same saved storages share one kind and their median times."""
+    """Convert `blocks` to the planner's layers. Layers with the same saved storages share one kind and their median times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:
