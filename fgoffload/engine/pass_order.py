@@ -25,7 +25,7 @@ class PassOrder:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """For each pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
+        """Maps each pass of the previous step to the lane whose backward followed, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """Lanes whose backward has not begun, keyed by number."""
         self._forwards = 0

@@ -57,7 +57,7 @@ class RunTotals:
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
     """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
-    `inert` is the result of `explain_inert` if its regions did nothing, or else empty.
+    `inert` is the result of `explain_inert` if its regions did nothing. Otherwise, it is empty.
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
