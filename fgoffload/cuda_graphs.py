@@ -11,8 +11,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Values of `--cuda-graph-impl`: no graphs, layers captured by Megatron, layers captured by Transformer Engine, and one graph
-for the whole step."""
+"""Values of `--cuda-graph-impl`: no graphs, Megatron's layer graphs, Transformer Engine's layer graphs, one graph per step."""
 
 
 class Graphs(NamedTuple):

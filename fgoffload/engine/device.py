@@ -206,8 +206,7 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        # Without the check, a CUDA build returns CUDA even without a GPU.
-        device = torch.accelerator.current_accelerator(check_available=True)
+        device = torch.accelerator.current_accelerator(check_available=True)  # unchecked, CUDA builds always return CUDA
         if device is None:
             raise StateError(
                 "torch found no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."

@@ -10,9 +10,8 @@ after their region. For example, the input of a norm is also the residual, which
 
 [Note: When a region is inert]
 A region does nothing in no-grad mode, during `torch.jit` tracing, inside other saved-tensor hooks, and where such hooks are
-forbidden, for example in a `torch.func` transform. It also does nothing during backward, because a recompute needs its tensors
-immediately. Only the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and
-undo its savings.
+forbidden, as in a `torch.func` transform. It also does nothing during backward, because a recompute needs its tensors
+immediately. Only the innermost hooks run, so in a non-reentrant checkpoint, a region would undo the checkpoint's savings.
 """
 
 from collections.abc import Callable

@@ -139,9 +139,8 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        It may if the storage is on the device, or if one of its tensors was saved on `stream` before. If something else keeps
-        the source of an offloaded storage alive, the memory is later freed only in the order of the streams on which its
-        tensors were saved before the offload.
+        It may if the storage is on the device, or if `stream` was used for an earlier save of it. If something else keeps the
+        source of an offloaded storage alive, its memory is later freed only in the order of the streams of these earlier saves.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
