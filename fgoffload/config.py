@@ -1,7 +1,7 @@
 """Options of activation offload for Megatron-Core, checked at construction.
 
-Fields have the names of Megatron's flags. If a flag takes a size as text (`60GiB`), its field is in bytes and the field's name
-ends with `_bytes`.
+Fields are named after Megatron's flags. For a flag that takes a size as text (`60GiB`), the field is in bytes and its name ends
+with `_bytes`.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""Value of `offload_modules` that measures the first step and then makes a plan from it."""
+"""Value of `offload_modules` with which fgoffload measures the first step and makes a plan from it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,16 +27,16 @@ class OffloadConfig:
 
     Args:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
-            `auto` measures the first step and plans for `offload_memory_budget_bytes`.
+            With `auto`, fgoffload measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
         activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
             is idle.
-        delta_offload_bytes_across_pp_ranks: Number of bytes that each pipeline rank offloads less per step than the previous
-            rank, from the second step on.
-        offload_plan: Plan file, which says for each site whether to keep, recompute or offload it.
-        offload_memory_budget_bytes: Limit on the memory that torch's allocator allocates on the GPU. Only for `auto`.
+        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many bytes less per step
+            than the previous rank.
+        offload_plan: Plan file with an action for each site: keep, recompute or offload.
+        offload_memory_budget_bytes: Limit on the GPU memory that torch's allocator allocates. Only for `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
@@ -59,7 +59,7 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         """Check every field. Errors name the flag, the value, the limit and the fix."""
         if self.offload_plan is not None:
-            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings work too
+            object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings are accepted too
         _check_sequence_of_names(self.offload_modules)
         if not self.offload_modules and self.offload_plan is None:
             raise ConfigError(
@@ -120,7 +120,7 @@ class OffloadConfig:
                     )
 
     def _check_choice(self) -> None:
-        """Reject a negative delta, and two options that both choose what to offload."""
+        """Reject a negative delta, and a plan or `auto` combined with another option that chooses what to offload."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -136,7 +136,7 @@ class OffloadConfig:
             raise ConfigError(f"{choices[0]} and {choices[1]} both choose what to offload. Use one of them.")
 
     def _check_auto(self) -> None:
-        """Reject `auto` without a budget or with other tags, and a budget without `auto`."""
+        """Reject an invalid budget, `auto` without a budget, `auto` with other tags, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
             raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Use a size, for example 60GiB.")
@@ -162,7 +162,7 @@ class OffloadConfig:
             tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:
-            ConfigError: A flag has a wrong value.
+            ConfigError: A flag has an invalid value.
         """
         if not getattr(flags, "fine_grained_activation_offloading", False):
             return None

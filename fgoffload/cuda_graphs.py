@@ -1,4 +1,4 @@
-"""Determines which tags and recompute units of a Megatron layer CUDA graphs capture.
+"""Determines which tags and recompute units of a Megatron layer are captured in CUDA graphs.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
 `MoELayer.forward` of megatron-core 0.19.2.
@@ -11,7 +11,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 
 NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION = "none", "local", "transformer_engine", "full_iteration"
 GRAPH_IMPLS = (NO_GRAPHS, LOCAL, TRANSFORMER_ENGINE, FULL_ITERATION)
-"""Values of `--cuda-graph-impl`: no graphs; each layer, by Megatron; each layer, by Transformer Engine; the whole step."""
+"""Values of `--cuda-graph-impl`: no graphs, Megatron's layer graphs, Transformer Engine's layer graphs, one graph per step."""
 
 
 class Graphs(NamedTuple):
@@ -30,14 +30,14 @@ _DENSE = ("mlp_norm", "mlp_fc1", "mlp_act", "mlp_fc2")
 _BEFORE_EXPERTS = ("mlp_norm", "shared_expert", "router")
 _EXPERTS = ("dispatch", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine")
 
-_OF_DENSE_LAYERS = {"attn": _ATTENTION, "mlp": _DENSE}
-_OF_MOE_LAYERS = {
+_CAPTURED_IN_DENSE_LAYERS = {"attn": _ATTENTION, "mlp": _DENSE}
+_CAPTURED_IN_MOE_LAYERS = {
     "attn": _ATTENTION,
     "moe": (*_BEFORE_EXPERTS, *_EXPERTS),
     "moe_router": _BEFORE_EXPERTS,
     "moe_preprocess": ("dispatch",),  # permutes the tokens before the all-to-all
 }
-"""Captured tags and units, by value of `--cuda-graph-modules`."""
+"""Captured tags and units, keyed by value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
 """Unit and tag of full-layer recompute. A replay skips the layer's forward, so the layer cannot be recomputed."""
@@ -53,12 +53,12 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
     inside = _find_inside(impl, modules, is_moe=is_moe)
     if has_shared_overlap and "expert_fc1" not in inside:
         inside -= {"shared_expert"}
-    around = {unit.name for unit in RECOMPUTE_UNITS if inside & {unit.name, *unit.covers, *unit.reads}}
-    return frozenset(inside | around | set(_WHOLE_LAYERS))
+    overlapping = {unit.name for unit in RECOMPUTE_UNITS if inside & {unit.name, *unit.covers, *unit.reads}}
+    return frozenset(inside | overlapping | set(_WHOLE_LAYERS))
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags that a layer's graphs exclude from offload, each with the reason. See `find_captured`."""
+    """Return the tags that cannot be offloaded because of the layer's graphs, each with the reason. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:
@@ -81,9 +81,9 @@ def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[st
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
-    of_layer = _OF_MOE_LAYERS if is_moe else _OF_DENSE_LAYERS
-    inside = {name for module in modules for name in of_layer.get(module, ())}
+    by_module = _CAPTURED_IN_MOE_LAYERS if is_moe else _CAPTURED_IN_DENSE_LAYERS
+    inside = {name for module in modules for name in by_module.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # If either is listed, Megatron captures both, and the ops after the all-to-all of the experts' outputs.
+        # If either is listed, Megatron captures both, and also the ops after the all-to-all of the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

@@ -1,4 +1,4 @@
-"""Default sizes of offload options."""
+"""Default sizes for offload options."""
 
 from fgoffload.units import GIB, MIB
 

@@ -3,7 +3,7 @@
 Every error that a user can cause names the value as typed, the limit and the fix.
 
     OffloadError
-    ├── ConfigError        a flag or an option has a wrong value (also a ValueError)
+    ├── ConfigError        a flag or an option has an invalid value (also a ValueError)
     ├── PlanError          a plan does not fit the model
     │   └── BudgetError    no plan fits the budget
     ├── IntegrationError   a framework lacks a symbol, or a selected tag has no effect
@@ -12,7 +12,7 @@ Every error that a user can cause names the value as typed, the limit and the fi
     └── InternalError      a bug in fgoffload: please report it
 """
 
-LONGEST_MESSAGE = 2000
+MAX_MESSAGE_LENGTH = 2000
 """Maximum length of a message in characters. Messages quote values from users and files, which may be very long."""
 
 
@@ -24,15 +24,15 @@ class OffloadError(Exception):
 
 
 def shorten_message(message: str) -> str:
-    """Cut the middle out of a message longer than `LONGEST_MESSAGE`. The flag and the fix are at its ends."""
-    if len(message) <= LONGEST_MESSAGE:
+    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. Its start has the flag, and its end has the fix."""
+    if len(message) <= MAX_MESSAGE_LENGTH:
         return message
-    part = LONGEST_MESSAGE // 2 - 3
+    part = MAX_MESSAGE_LENGTH // 2 - 3
     return f"{message[:part]} ... {message[-part:]}"
 
 
 class ConfigError(OffloadError, ValueError):
-    """A flag or an option has a wrong value."""
+    """A flag or an option has an invalid value."""
 
 
 class PlanError(OffloadError):
@@ -44,7 +44,7 @@ class BudgetError(PlanError):
 
     Args:
         why: Sentence about the part that does not fit.
-        least_bytes: Smallest budget that has a plan, in bytes.
+        least_bytes: Smallest budget for which a plan exists, in bytes.
     """
 
     def __init__(self, why: str, least_bytes: int) -> None:

@@ -32,7 +32,7 @@ def replacing(path: Path) -> Iterator[Path]:
         return
     if mode is not None and not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    # Writers may check the suffix, such as `.json.gz`. The rest is dropped, since it may already have the maximum length.
+    # Writers may check the suffix, such as `.json.gz`. The stem is dropped, because it may already have the maximum length.
     partial = target.with_name(f".fgoffload-{os.getpid()}{''.join(target.suffixes[-2:])[-20:]}")
     try:
         yield partial
@@ -60,4 +60,4 @@ def check_writable(path: Path) -> None:
 
 
 class _CheckDoneError(Exception):
-    """Leaves `replacing` without replacing the file."""
+    """Raised to exit `replacing` without replacing the file."""

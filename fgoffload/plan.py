@@ -23,7 +23,7 @@ MICROBATCHES = "microbatches"
 number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
+"""Key of `made_for`: bytes per element of parameters and of activations between layers: 2 for bf16 and fp16, 4 for fp32."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""
@@ -36,7 +36,7 @@ _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
 
 
 class Action(enum.Enum):
-    """Treatment of a site by a plan.
+    """Treatment of a site's saved tensors.
 
     Offload copies the module's saved tensors to the host and frees them on the GPU. Recompute reruns the module in backward, so
     its output need not be saved. Both can be combined: for example, a norm is recomputed and its input is offloaded.
@@ -85,11 +85,11 @@ class OffloadPlan:
     """Actions for the sites of all ranks. Sites without an action are kept.
 
     Args:
-        actions: Action by site.
+        actions: Action of each site.
         loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more bytes are in flight, compute
             waits, because the planner counts the excess as freed. None disables the wait.
-        made_for: Settings of the training run that the plan was made for: fields of Megatron-Core's TransformerConfig by name,
-            and `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
+        made_for: Settings of the training run for which the plan was made: fields of Megatron-Core's TransformerConfig, and
+            `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """
 
     actions: Mapping[Site, Action]
@@ -106,7 +106,7 @@ class OffloadPlan:
         return self.actions.get(site, Action.KEEP)
 
     def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
-        """Return the actions of one layer, by tag or unit."""
+        """Return the actions of one layer, keyed by tag or unit."""
         return {site.tag: action for site, action in self.actions.items() if site.chunk == chunk and site.layer == layer}
 
     def count(self, action: Action) -> int:
@@ -144,7 +144,7 @@ class OffloadPlan:
         return json.dumps({"format": FORMAT, **made_for, **window, **found, "sites": rows}, indent=1)
 
     def check_made_for(self, found: Mapping[str, int | str]) -> None:
-        """Compare `made_for` with `found`, the settings of this training run. Keys that only one of them has are ignored.
+        """Compare `made_for` with `found`, the settings of this training run. Keys present in only one of them are ignored.
 
         Raises:
             PlanError: The plan was made for other settings. The message shows the first difference.
@@ -164,7 +164,7 @@ class OffloadPlan:
 
         Args:
             text: JSON text.
-            source: Name for the text in errors.
+            source: Name of the text in error messages.
 
         Raises:
             PlanError: `text` is not a plan of this format.

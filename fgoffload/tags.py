@@ -1,4 +1,4 @@
-"""Defines the tags that users can offload and the units that a plan can recompute.
+"""Defines the tags whose tensors users can offload, and the units that a plan can recompute.
 
 Source of Megatron's tags and of the rule that `attn_proj` needs `core_attn`: the check of `offload_modules` in
 `TransformerConfig.__post_init__`, megatron-core 0.16.1.
@@ -20,8 +20,8 @@ class Tag:
         name: Name for `--offload-modules`.
         saves: Description of the tensors that the module saves for backward.
         requires: Tags that save the same storage. Offloading this tag without them frees nothing.
-        excludes: Tags that no layer with this tag has, because this tag's module replaces their modules.
-        excluded_by: Values of `--recompute-modules` under which the module saves nothing to offload.
+        excludes: Tags that never occur in the same layer, because this tag's module replaces their modules.
+        excluded_by: Values of `--recompute-modules` with which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -40,7 +40,7 @@ class Tag:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TagRegistry:
-    """Immutable set of tags, in the order of a layer's forward.
+    """Immutable set of tags, in forward order.
 
     Add your own tags with `with_tag`. Two models in one process can use different registries:
 
@@ -142,7 +142,7 @@ def default_tags() -> TagRegistry:
 
 
 _DEFAULT_TAGS = (
-    Tag(name="layer_input", saves="the layer's input, under full recompute of the layer"),
+    Tag(name="layer_input", saves="the layer's input, if the whole layer is recomputed"),
     Tag(name="attn_norm", saves="the layer's input, which is also the input of the norm", is_in_megatron=True),
     Tag(name="qkv_linear", saves="the norm's output, the input of the query-key-value projection", is_in_megatron=True),
     Tag(
@@ -205,7 +205,7 @@ _DEFAULT_TAGS = (
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RecomputeUnit:
-    """Part of a layer that a plan can recompute in any single layer, to save fewer tensors there."""
+    """Part of a layer that a plan can recompute to save fewer tensors. Each layer can recompute different units."""
 
     name: str
     """Name in plans: the tag's name if the unit is the module of a tag."""

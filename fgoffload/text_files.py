@@ -1,4 +1,4 @@
-"""Reads text and JSON files from users."""
+"""Reads text and JSON files that users pass."""
 
 import gzip
 import json
@@ -9,7 +9,7 @@ from typing import Any
 from fgoffload.errors import ConfigError, OffloadError
 from fgoffload.units import MIB, format_bytes
 
-LARGEST_TEXT_BYTES = 256 * MIB
+MAX_TEXT_BYTES = 256 * MIB
 """Maximum size of a decompressed file. A profile of 128 layers takes a few MiB."""
 
 
@@ -24,10 +24,10 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     """
     try:
         with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else file as source:
-            content = source.read(LARGEST_TEXT_BYTES + 1)
-        if len(content) > LARGEST_TEXT_BYTES:
+            content = source.read(MAX_TEXT_BYTES + 1)
+        if len(content) > MAX_TEXT_BYTES:
             when = " after decompression" if path.suffix == ".gz" else ""
-            raise error_type(f"{name}: larger than {format_bytes(LARGEST_TEXT_BYTES)}{when}. {fix}")
+            raise error_type(f"{name}: larger than {format_bytes(MAX_TEXT_BYTES)}{when}. {fix}")
         text = content.decode("utf-8-sig")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise error_type(f"{name}: not a valid gzip file. {fix}") from error

@@ -1,24 +1,24 @@
-"""Decides when groups are offloaded, reloaded, cancelled and released. The engine and the simulator share it.
+"""Decides when to offload, reload and release groups, and when to cancel an offload. The engine and the simulator share it.
 
-The schedule uses only the order and the bytes of groups. The engine calls it with device events, and the simulator with
-simulated events. Both execute its decisions and record in their lanes where bytes are. The engine alone handles locks, weak
-references and shared storages.
+The schedule uses only the order and the sizes of groups. The engine calls it with device events, and the simulator with
+simulated events. Both execute its decisions and record in their lanes which bytes are on the device. Only the engine handles
+locks, weak references and shared storages.
 
     [Note: Events]
     Calls for each event, in order:
     - a pass begins: `announce`; forward reaches a site: `open`
     - a group ends: `close`, `submit`, wait if `must_wait` is true, `look_ahead`
-    - a forward ended and its backward comes next: `list_held`, `expect_backward`
+    - a forward has ended and its backward runs next: `list_held`, `expect_backward`
     - backward reaches a group: `enter`, `leave`, `reach`
-    - backward unpacks tensors in a layer without offloaded tensors: `release`; it has left that layer: `prefetch`
-    Before `submit`, `list_held`, `reach` and `prefetch`, the executor releases memory whose copies are done.
+    - backward unpacks tensors in a layer without offloaded tensors: `release`; backward has left that layer: `prefetch`
+    Before `submit`, `list_held`, `reach` and `prefetch`, the caller releases memory whose copies are done.
 
     [Note: Prefetch across passes]
-    When a pass begins, a caller with a known order of passes announces the lane of the next backward. That backward follows
-    directly, or after one forward if the pass is a backward. The last groups of that lane are reloaded during the pass. A
-    backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch bytes,
-    even for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An announcement
-    is a hint: it reloads only groups on the host, and wrong reloads are dropped.
+    If the order of passes is fixed, the caller announces the lane of the next backward when a pass begins. That backward runs
+    next, or after one forward if the running pass is a backward. The last groups of that lane are reloaded during the running
+    pass. A backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch
+    bytes, even for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An
+    announcement is a hint: the schedule reloads only groups on the host, and unneeded reloads are dropped.
 
 All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
 """
@@ -71,8 +71,8 @@ class TransferPolicy:
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would hold
-        more than at the end of forward, where most steps peak.
+        The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would use
+        more memory than at the end of forward, where memory peaks in most steps.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes
@@ -96,7 +96,7 @@ class SavedState(enum.Enum):
 
 
 class GroupState(enum.Enum):
-    """Life cycle of a group."""
+    """State of a group in forward and backward."""
 
     SAVING = enum.auto()  # forward has entered the site, and the group has not ended
     HELD = enum.auto()  # ended, but its copies wait for `OffloadEngine.flush`
@@ -136,7 +136,7 @@ Saved = TypeVar("Saved")
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     """Groups of one microbatch in one model chunk, in the order in which forward reached them.
 
-    Backward needs them from the last to the first. Lanes may run in any order.
+    Backward needs them in reverse order. The passes of different lanes may run in any order.
     """
 
     __slots__ = ("_leftover", "ahead_bytes", "end", "groups", "released_bytes", "remaining")
@@ -149,7 +149,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes that backward has unpacked in layers without offloaded tensors. Each is released after the op that uses it."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. The op that uses a tensor then frees it."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
@@ -180,7 +180,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
             group.state = GroupState.HELD
 
     def list_held(self) -> list[Group]:
-        """Return the held groups. If backward comes next, they stay on the device, since backward needs them at once."""
+        """Return the held groups. If backward runs next, they stay on the device, because backward needs them immediately."""
         return [group for group in self.groups if group.state is GroupState.HELD]
 
     def expect(self, group: Group, size_bytes: int) -> None:
@@ -191,10 +191,10 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     def is_first_unpack(self, group: Group, *, is_offloaded: bool) -> bool:
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
-        Once backward has left the group, unpacking bytes that are on the host only (`is_offloaded`) means that another backward
-        of the same graph has begun. Late unpacks by ops of other branches find their bytes reloaded. A group may have been
-        reloaded before backward reached any group, or while backward was in a nested group. Its bytes are then ahead until
-        backward reaches the group.
+        Once backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) means that another
+        backward of the same graph has begun. A late unpack by an op of another branch does not, because its bytes are still
+        reloaded. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
+        bytes then count as ahead until backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -222,7 +222,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         return leftover
 
     def discard_prefetched(self) -> list[Group]:
-        """Undo the prefetch for a backward that does not come next. Return the groups whose reloaded bytes may be dropped."""
+        """Undo the prefetch for a backward that does not run next. Return the groups whose reloaded bytes may be dropped."""
         reloaded = self.groups[self.remaining : self.end]
         for group in reloaded:
             self.expect(group, 0)
@@ -232,7 +232,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Storages whose offload to cancel, and storages to reload."""
+    """Storages whose offload must be cancelled, and storages to reload."""
 
     lane: ScheduledLane[Group, Saved]
     cancelled: list[Saved]
@@ -258,10 +258,10 @@ class TransferSchedule:
         """Lane of the next backward, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """Record that a pass begins and that the backward of `lane` comes next. Return the same groups as `enter`.
+        """Record that a pass begins and that the backward of `lane` is the next backward. Return the same groups as `enter`.
 
         Args:
-            lane: None if it is unknown, has not run forward, or runs backward after more than one other forward.
+            lane: None if the next lane is unknown, has not run forward, or runs backward after more than one other forward.
             during: Lane whose backward begins. None if a forward begins.
         """
         discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
@@ -289,7 +289,7 @@ class TransferSchedule:
         yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Cancel the offload of the last groups of `lane` that are in flight, because its backward comes next."""
+        """Cancel the offload of the last groups of `lane` that are in flight, because its backward runs next."""
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
@@ -328,7 +328,8 @@ class TransferSchedule:
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `other_ahead_bytes` are ahead in another lane. `only` stops at groups that are not submitted or not in this state.
+        `other_ahead_bytes` are ahead in another lane. With `only`, the loop stops at the first group that is not submitted or
+        has bytes in another state.
         """
         chosen: dict[Saved, Group] = {}  # several groups may need the same bytes
         while lane.remaining > 0:

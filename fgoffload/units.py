@@ -1,6 +1,6 @@
 """Parses sizes, and formats sizes and times.
 
-G and GiB are 2**30 bytes, and GB is 10**9 bytes. K, M and T work alike. Like vendors, we print sizes in GiB and rates in GB/s.
+G and GiB are 2**30 bytes, and GB is 10**9 bytes. K, M and T work the same way. We print sizes in GiB and rates in GB/s.
 """
 
 import math

@@ -18,7 +18,7 @@ class Watched(enum.Enum):
 
     @property
     def covers_layer(self) -> bool:
-        """Return whether unpacking any tensor of the layer shows how far backward has come."""
+        """Return whether unpacking any tensor of the layer shows the position of backward."""
         return self in (Watched.LAYER, Watched.FOLLOWED)
 
 

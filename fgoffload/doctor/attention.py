@@ -29,7 +29,7 @@ _CUDNN = re.compile(r"(/\S*libcudnn[\w.]*\.so[\w.]*)")
 
 
 def check_attention(machine: Machine, reason: str) -> Iterator[CheckResult]:
-    """Run attention once, and check its kernel and its cuDNN. `reason` is why no GPU is usable, or empty."""
+    """Run attention once, and check its kernel and its cuDNN. If no GPU is usable, `reason` explains why."""
     if not reason and machine.find_version("transformer-engine") is None:
         reason = "Transformer Engine is not installed"
     if reason:
@@ -53,7 +53,7 @@ def check_kernel(ended: CommandResult) -> CheckResult:
         return skip(name, "Transformer Engine does not report the selected kernel")
     if selected[-1].startswith("Unfused"):
         found = f"{selected[-1]}, which saves a sequence x sequence matrix for each head"
-        why = "set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to log why the others are unavailable"
+        why = "set NVTE_DEBUG=1 NVTE_DEBUG_LEVEL=2 to log why the other kernels are unavailable"
         return fail(name, found, f"see the rows 'cuDNN' and 'attention allowed'; {why}")
     return ok(name, selected[-1])
 

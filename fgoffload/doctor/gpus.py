@@ -20,8 +20,8 @@ _FIELDS = (
 QUERY = ("nvidia-smi", f"--query-gpu={','.join(_FIELDS)}", "--format=csv,noheader,nounits")
 
 LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
-"""Bytes per second of one PCIe lane in one direction after line coding, by generation. Source: PCI Express base specification
-6.0."""
+"""Bytes per second of one PCIe lane in one direction after line coding, keyed by PCIe generation. Source: PCI Express base
+specification 6.0."""
 
 EXPECTED_FRACTION = 0.65
 """Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16,
@@ -39,7 +39,7 @@ class Gpu(NamedTuple):
     """Highest PCIe generation that both GPU and slot support. Idle links use a lower one to save power."""
     width: int | None
     """Number of lanes in use."""
-    most_width: int | None
+    max_width: int | None
     memory_bytes: int | None
     driver: str
 
@@ -70,9 +70,9 @@ def read_gpus(text: str) -> list[Gpu]:
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
             continue  # a driver warning
         uuid, name, bus_id, *numbers, driver = cells
-        generation, width, most_width, memory = map(_read_number, numbers)
+        generation, width, max_width, memory = map(_read_number, numbers)
         memory_bytes = None if memory is None else memory * MIB
-        gpus.append(Gpu(uuid, name, bus_id, generation, width, most_width, memory_bytes, driver))
+        gpus.append(Gpu(uuid, name, bus_id, generation, width, max_width, memory_bytes, driver))
     return gpus
 
 
@@ -97,9 +97,9 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
-    if gpu.width is not None and gpu.most_width is not None and gpu.width < gpu.most_width:
+    if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
         fix = "use a slot with all lanes, reseat the GPU or its riser, or ask your administrator"
-        return warn(name, f"{found}; the GPU supports x{gpu.most_width}", fix)
+        return warn(name, f"{found}; the GPU supports x{gpu.max_width}", fix)
     return ok(name, found)
 
 
@@ -114,7 +114,7 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return ok(name, found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
-    found += f"; the slower one is {slower:.0%} of the link's rate"
+    found += f"; the slower direction reaches {slower:.0%} of the link's rate"
     if slower < EXPECTED_FRACTION:
         others = "stop other jobs that use the link, and in a virtual machine check the IOMMU and ACS settings"
         return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")

@@ -9,7 +9,7 @@ from fgoffload.doctor.result import CheckResult, fail, ok, skip, warn
 from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
-LEAST_BUDGET_BYTES = GIB
+MIN_BUDGET_BYTES = GIB
 """Minimum host memory of a rank. With less, a rank can offload only a few tensors."""
 
 
@@ -24,7 +24,7 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
-    """Check that the process can pin host memory, by pinning some."""
+    """Pin and release some host memory, to check that the process can."""
     name = "pinned memory"
     if not has_gpu:
         return ok(name, "not tested, since it requires a GPU")
@@ -51,9 +51,9 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks
     sharing = "the launcher's ranks" if is_launched else "1 rank" if ranks == 1 else f"{ranks} ranks, one for each GPU"
-    found = f"{format_bytes(share_bytes)} a rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
+    found = f"{format_bytes(share_bytes)} per rank: {HOST_SHARE:.0%} of free memory, shared by {sharing}"
     fix = "free host memory, raise the container's limit, or set --offload-host-budget"
-    if share_bytes < LEAST_BUDGET_BYTES:
+    if share_bytes < MIN_BUDGET_BYTES:
         return fail(name, found, fix)
     memory = min((gpu.memory_bytes for gpu in gpus if gpu.memory_bytes is not None), default=0)
     if share_bytes < memory // 2:
@@ -63,7 +63,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     """Check that this process runs on the GPU's NUMA node. Copies to memory of other nodes cross sockets."""
-    name = f"GPU {index}: CPUs near it"
+    name = f"GPU {index}: nearby CPUs"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     nodes = _read_cpu_list(_read_text(machine.root / "sys/devices/system/node/online"))

@@ -23,7 +23,7 @@ REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second. Each is the fastest of several copies, since other load only slows them."""
+    """Copy rates in bytes per second. Each is the fastest of several copies, because other load can only slow a copy down."""
 
     d2h: float
     h2d: float
@@ -93,7 +93,7 @@ class Machine:
         try:
             ended = subprocess.run(
                 [program, *words[1:]],
-                # Since 3.11, PYTHONSAFEPATH stops Python from importing a `torch.py` in the working folder.
+                # Since Python 3.11, PYTHONSAFEPATH stops Python from importing a `torch.py` in the working folder.
                 env={**os.environ, "PYTHONSAFEPATH": "1", **variables},
                 capture_output=True,
                 text=True,

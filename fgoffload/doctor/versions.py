@@ -10,8 +10,8 @@ _PYTHON_FROM, _PYTHON_BELOW = (3, 10), (3, 14)
 _TORCH_FROM = (2, 9)
 _CORE_FROM = (0, 16, 1)
 _ENGINE_FROM = (2, 15)
-"""Earlier versions look for `grad_added_to_main_grad` on the weight that autograd saved. Under saved-tensor hooks, that is a
-different tensor unless Transformer Engine's own offload is on. Source: `linear.py`, `grouped_linear.py` of v2.14 and v2.15."""
+"""Earlier versions read `grad_added_to_main_grad` from the weight that autograd saved. Under saved-tensor hooks, that is a
+different tensor unless Transformer Engine's own offload is on. Source: v2.14 and v2.15 of `linear.py`, `grouped_linear.py`."""
 
 _BACKENDS = {"NVTE_FLASH_ATTN": "flash", "NVTE_FUSED_ATTN": "fused", "NVTE_UNFUSED_ATTN": "unfused"}
 

@@ -35,7 +35,7 @@ class _InFlight(NamedTuple):
 
 
 class StopWatch:
-    """Times work on streams with events of the device."""
+    """Times work on streams with device events."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -113,22 +113,22 @@ class Transfers:
         self._used.add(d2h)
         size_bytes = sum(saved.moved_bytes for saved, _ in storages)
         references = [weakref.ref(saved) for saved, _ in storages]
-        # Appended first, so that an interrupt cannot leave a copy without an entry. It may leave storages marked as resident.
+        # Append the entry first: after an interrupt here, storages may still count as resident, but every copy has an entry.
         self._in_flight.append(_InFlight(references, sources, streams, d2h_done, size_bytes, stats))
         for saved, block in storages:
             saved.start_offload(block, d2h_done)
         return size_bytes
 
     def poll(self) -> None:
-        """Release memory that no copy uses any more. The host does not block."""
+        """Release memory that copies no longer use. The host does not block."""
         while self._in_flight and self._device.is_done(self._in_flight[0].d2h_done):
             self._release(self._in_flight[0], is_done=True)
         while self.abandoned:
             self._order(self.abandoned[0])
-            self.abandoned.popleft()  # last, because an exception above must not free a buffer in use
+            self.abandoned.popleft()  # after `_order`, because an exception there must not free a buffer in use
 
     def count_in_flight(self, stats: TagStats) -> int:
-        """Return how many groups of the tag of `stats` are in flight to the host."""
+        """Return how many of the groups that `stats` counts are in flight to the host."""
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
@@ -146,7 +146,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages` to the device, in order. They must be on the host only. Profilers show the places.
+        """Queue copies of `storages` to the device, in order. They must be on the host only. Profilers show their places.
 
         Streams:
             The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.
@@ -241,7 +241,7 @@ class Transfers:
         """
         living = _list_living(entry)
         self._join(_collect_streams(entry, living), Hazard.SOURCE_STILL_USED)
-        self._in_flight.popleft()  # last, because a wait above may raise and the entry may hold the last reference to a source
+        self._in_flight.popleft()  # after the waits, which may raise: the entry may hold the last reference to a source
         for saved in living:
             if saved.d2h_done is not entry.d2h_done:
                 continue  # its offload was cancelled, and it may have been offloaded again
@@ -342,5 +342,5 @@ def _describe_change(saved: SavedStorage) -> str:
 
 
 def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range that is named like the debug log, or a context manager that does nothing if no profiler runs."""
+    """Return a profiler range named as in the debug log, or a context manager that does nothing if no profiler runs."""
     return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

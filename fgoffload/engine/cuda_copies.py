@@ -3,7 +3,7 @@
 [Note: Copies without torch]
 `Tensor.copy_` takes several times the CPU time of its CUDA call, because it also goes through the dispatcher, checks
 types, strides and pinning, and switches streams. The engine's copies are contiguous and pinned, on its own streams. Like torch,
-the engine keeps source and destination alive until the copy is done. While PyTorch's CUDA sanitizer is on, it uses `copy_`.
+it keeps source and destination alive until the copy is done. While PyTorch's CUDA sanitizer is on, the engine uses `copy_`.
 
 [Note: Pieces of a copy]
 A GPU has one copy engine per direction. It finishes all copies queued on one stream before it serves another stream. A small

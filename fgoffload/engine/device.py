@@ -1,4 +1,4 @@
-"""Streams, events, copies and memory of a device.
+"""Provides the streams, events, copies and memory of a device.
 
 The engine has one copy stream per direction, so that copies in one direction do not wait for copies in the other.
 
@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so group copies.
+        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so queue several copies there.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -128,15 +128,15 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` the current stream if copies need that."""
+        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require it."""
         return self.on(stream)
 
     @abc.abstractmethod
     def allocate_device(self, size_bytes: int) -> torch.Tensor:
-        """Allocate uint8 `[size_bytes]` of device memory in the order of the current stream."""
+        """Allocate uint8 `[size_bytes]` of device memory on the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Allocate a device tensor like the contiguous `view`, in the order of the current stream."""
+        """Allocate a device tensor like the contiguous `view` on the current stream."""
         # Detached, because autograd forbids in-place changes in grad mode to a view that was made in no-grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
@@ -206,7 +206,7 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # else a CUDA build returns CUDA without a GPU
+        device = torch.accelerator.current_accelerator(check_available=True)  # unchecked, CUDA builds always return CUDA
         if device is None:
             raise StateError(
                 "torch found no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
@@ -220,7 +220,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams by CUDA's handle. Stream objects with the same handle are the same queue."""
+        """Streams keyed by CUDA's handle. Stream objects with the same handle are the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -249,7 +249,7 @@ class AcceleratorDevice(Device):
         self._events.order(stream, behind=other)
 
     def is_done(self, event: Event) -> bool:  # noqa: D102
-        return not self.is_capturing() and bool(event.event.query())  # captured work has not run
+        return not self.is_capturing() and bool(event.event.query())  # captured work has not run yet
 
     def synchronize(self, event: Event) -> None:  # noqa: D102
         event.event.synchronize()
@@ -291,7 +291,7 @@ class AcceleratorDevice(Device):
 
 
 _CYCLES_PER_S = 1.7e9
-"""Approximate GPU clock rate. An H100 or H200 runs at up to 1.98e9, and slower under load."""
+"""Approximate GPU clock rate. An H100 or H200 runs at up to 1.98 GHz, and slower under load."""
 
 
 def _register_host(size_bytes: int, device: torch.device) -> HostSlab:

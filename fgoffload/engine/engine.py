@@ -218,14 +218,14 @@ class OffloadEngine:
             group.stats.saved_tensors += group.passed_tensors
             if group.passed_bytes:
                 group.stats.add_kept(KeptReason.TOO_SMALL, group.passed_bytes)
-            self.execution.most_groups = max(self.execution.most_groups, len(lane.groups))
+            self.execution.max_groups = max(self.execution.max_groups, len(lane.groups))
             if is_held:
                 self.execution.held.append(weakref.ref(group))
             else:
                 self.execution.submit(group)
 
     def poll(self) -> None:
-        """Release the memory of finished copies, as `end` also does. The host does not block."""
+        """Release the memory of finished copies. `end` also does this. The host does not block."""
         with self._lock:
             self._transfers.poll()
 
@@ -365,7 +365,7 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Report saves and the engine's own device buffers to `ledger` within the context."""
+        """Report saves and the engine's own device buffers to `ledger` until the context manager exits."""
         self.observers.append(ledger)
         try:
             yield

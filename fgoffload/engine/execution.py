@@ -45,7 +45,7 @@ class Execution:
     """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
     """Limit on the groups per tag in flight to the host, in addition to the window. None means no limit."""
-    most_groups: int = 0
+    max_groups: int = 0
     """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
     # Forward.
@@ -68,7 +68,7 @@ class Execution:
             Queues copies on the device-to-host stream, after the work queued on the compute streams. If too many bytes are in
             flight, the compute streams wait for the oldest copies. The host does not block.
         """
-        self.transfers.poll()  # before the new copies, which cannot be done yet
+        self.transfers.poll()  # before the new copies are queued, because they cannot have finished yet
         storages: list[tuple[SavedStorage, HostBlock]] = []
         stats = group.stats
         for saved in group.submit_living():
@@ -81,7 +81,7 @@ class Execution:
             stats.d2h_bytes += size_bytes
             group.moved_bytes = size_bytes
             if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("offloading group %d of %d: %s", group.position + 1, self.most_groups, group.place)
+                logger.debug("offloading group %d of %d: %s", group.position + 1, self.max_groups, group.place)
                 logger.debug("offload %s: %d storages, %s", group.place, len(storages), format_bytes(size_bytes))
         if self.device.has_blocking_copies or self._must_wait(stats):
             self.transfers.poll()
@@ -186,7 +186,7 @@ class Execution:
         """Reload `storages` in order. They must be on the host only. Each value is the place of the group that needs it."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
-            self.registry.note_reload(saved)
+            self.registry.exclude_if_referenced(saved)
         self.transfers.reload(storages)
         if logger.isEnabledFor(logging.DEBUG):
             for saved, place in storages.items():

@@ -12,7 +12,7 @@ alignment, an op on the reloaded tensor could select another kernel, whose resul
 
 
 class View(NamedTuple):
-    """Layout of a tensor in its storage. Equal views of one storage have the same bytes."""
+    """Layout of a tensor in its storage. Equal views of one storage refer to the same bytes."""
 
     dtype: torch.dtype
     size: torch.Size
@@ -66,7 +66,7 @@ def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tenso
 
 
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
-    """Rebuild the tensor that `view` describes, on top of `buffer`, a copy of its storage's bytes.
+    """Rebuild the tensor that `view` describes as a view of `buffer`, which is a copy of the storage's bytes.
 
     All tensors of a buffer share its version counter. `buffer` is contiguous, has any type, and begins at the start of its own
     storage. `buffer_start`, the offset of its bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.

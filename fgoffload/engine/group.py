@@ -27,7 +27,7 @@ class Group(ScheduledGroup):
         self.stats = stats
         self.moved_bytes = 0
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
-        """Bytes that `count_kept` has counted: by storage key, then by address and size of the tensor."""
+        """Bytes that `count_kept` has counted, keyed by storage key, then by the tensor's address and size."""
         self.filtered: set[int] = set()
         """Keys of the lane's filtered storages."""
         self.saved_tensors = 0
@@ -75,7 +75,7 @@ class Group(ScheduledGroup):
         return living
 
     def spend(self) -> None:
-        """Mark the group as finished by backward. From now on, only autograd decides how long its tensors are needed."""
+        """Record that backward has finished the group, so that the engine may drop its reloaded tensors."""
         if self.state is GroupState.SUBMITTED:
             for saved in self.list_saved():
                 saved.uses -= 1
@@ -96,7 +96,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         super().__init__()
         self._name = f"mb={microbatch}" if chunk == 0 else f"mb={microbatch} chunk={chunk}"
         self.place = Place(None, self._name)
-        """Place of the lane: its microbatch, and its chunk if this is not chunk 0."""
+        """Place of the lane: its microbatch, and its chunk unless it is chunk 0."""
         self.number = -1
         """Number of forwards before this one in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()

@@ -52,7 +52,7 @@ class Handle:
         self.place = lane.place if group is None else group.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor with its saved bytes."""
+        """Return the saved tensor."""
         taken: torch.Tensor = self._engine.take(self._saved, self._view, self._lane, self._group)
         if self._origin is not None:
             origin = self._origin()
@@ -75,7 +75,7 @@ class WrappedHandle:
         self.place: Place = inner.place
 
     def take(self) -> torch.Tensor:
-        """Return the tensor with its saved bytes."""
+        """Return the saved tensor, wrapped in the subclass."""
         return self._wrap(self._inner.take())
 
 

@@ -17,7 +17,7 @@ cached blocks into the free ranges and searches these.
 
 [Note: Interrupted arenas]
 Ctrl-C may interrupt Python code between any two lines. So each block is returned by a weak reference, which appends itself to a
-queue without any Python code. After an exception, the arena rebuilds its free ranges from all memory outside the blocks in use.
+queue without running Python code. After an exception, the arena rebuilds its free ranges from the memory outside blocks in use.
 """
 
 import bisect
@@ -59,7 +59,7 @@ class HostBudget:
 
     @property
     def part_bytes(self) -> int:
-        """Equal share of each arena in bytes."""
+        """Each arena's equal share in bytes."""
         return self.total_bytes // max(1, len(self.arenas))
 
 
@@ -90,11 +90,11 @@ class HostArena:
         self._min_part_bytes = min_part_bytes
         self._slabs: list[HostSlab] = []
         self._in_use: dict[int, BlockReference] = {}
-        """References to blocks in use, including those in `_returned`, by id."""
+        """References to blocks in use, including those in `_returned`, keyed by id."""
         self._returned: collections.deque[BlockReference] = collections.deque()
         """References to returned blocks that are not cached yet."""
         self._cached: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
-        """Cached blocks, by size. See [Note: Returned blocks]."""
+        """Cached blocks, keyed by size. See [Note: Returned blocks]."""
         # Each index contains all free ranges: by size for the best fit, and by start and end to find neighbours.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], FreeRange] = {}
@@ -105,7 +105,7 @@ class HostArena:
 
     @property
     def budget_bytes(self) -> int:
-        """This arena's equal share of the budget. It may use more while other arenas use less."""
+        """This arena's equal share of the budget. The arena may use more while other arenas use less."""
         return self._budget.part_bytes
 
     @property
@@ -207,7 +207,7 @@ class HostArena:
     def _choose(self, needed_bytes: int) -> tuple[list[FreeRange], int]:
         """Choose free ranges for a block. Return them and the number of bytes that do not fit.
 
-        The smallest range with enough space is best. If none has, take the largest range and repeat for the remaining bytes.
+        The smallest range with enough space is best. If none has enough, take the largest and repeat for the remaining bytes.
         """
         chosen: list[FreeRange] = []
         end = len(self._by_size)
@@ -252,7 +252,7 @@ class HostArena:
     def _cache_returned(self) -> None:
         while self._returned:
             reference = self._returned[0]
-            if id(reference) in self._in_use:  # else an exception interrupted this loop after the block was cached
+            if id(reference) in self._in_use:  # false if an exception interrupted this loop after the block was cached
                 place = reference.place
                 reads = reference.reads if place.last_read is None else (*reference.reads, place.last_read)
                 self._cached.setdefault(place.size_bytes, []).append((place, reads))

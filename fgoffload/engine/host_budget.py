@@ -20,7 +20,7 @@ RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "S
 _NO_LIMIT = 1 << 62
 
 _process_budgets: weakref.WeakValueDictionary[int, HostBudget] = weakref.WeakValueDictionary()
-"""Budgets by process id, because a forked process needs its own."""
+"""Budgets keyed by process ID, because a forked process needs its own."""
 
 
 def get_process_budget() -> HostBudget:

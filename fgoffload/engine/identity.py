@@ -1,4 +1,4 @@
-"""Identity, version and lifetime of a tensor's bytes."""
+"""Identifies storages and their contents, and tracks when storages are freed."""
 
 from typing import NamedTuple
 

@@ -14,7 +14,7 @@ from fgoffload.engine.identity import StorageRef, get_key
 
 
 class LedgerSample(NamedTuple):
-    """Number of bytes that were alive at one moment."""
+    """Bytes of live storages at one moment."""
 
     position: int
     """Number of tensors that autograd has saved or unpacked so far. Unlike a time, it is the same in every run."""

@@ -16,7 +16,7 @@ MOST_FORWARDS = 1 << 16
 class _Pass(NamedTuple):
     is_backward: bool
     number: int
-    """Number of the lane: how many forwards came before it in the step."""
+    """Lane number, which is the number of earlier forwards in the step."""
 
 
 class PassOrder:
@@ -25,9 +25,9 @@ class PassOrder:
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """For each pass of the previous step: number of the lane whose backward followed, directly or after one forward."""
+        """Maps each pass of the previous step to the lane whose backward followed, directly or after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
-        """Lanes whose backward has not begun, by number."""
+        """Lanes whose backward has not begun, keyed by number."""
         self._forwards = 0
 
     def begin_forward(self, lane: Lane) -> Lane | None:

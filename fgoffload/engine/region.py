@@ -1,17 +1,17 @@
 """Regions of forward whose saves form a group, and the marks that track the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the
-gradient of the site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks
-do not change the graph. An identity autograd function would, and it could change results: if a site uses its input more than
-once, and a residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
-floating-point sums depend on their order. `end` is separate from leaving the `saving` context, because some groups are
-offloaded only after their region. For example, the input of a norm is also the residual, which is used again after attention.
+The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the gradient of the
+site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change
+the graph. An identity autograd function would, and it could change results: if a site uses its input more than once, and a
+residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
+floating-point sums depend on their order. `end` is not part of the exit from `saving`, because some groups are offloaded only
+after their region. For example, the input of a norm is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
-A region does nothing in no-grad mode; during backward, because a recompute needs its tensors at once; during `torch.jit`
-tracing; where saved-tensor hooks are forbidden, such as in a `torch.func` transform; and inside other saved-tensor hooks. Only
-the innermost hooks run, so a region in a non-reentrant checkpoint would bypass the checkpoint's hooks and undo its savings.
+A region does nothing in no-grad mode, during `torch.jit` tracing, inside other saved-tensor hooks, and where such hooks are
+forbidden, as in a `torch.func` transform. It also does nothing during backward, because a recompute needs its tensors
+immediately. Only the innermost hooks run, so in a non-reentrant checkpoint, a region would undo the checkpoint's savings.
 """
 
 from collections.abc import Callable
@@ -139,7 +139,7 @@ class Region(Saving):
 
     def saving(self) -> Saving:
         """Return a context manager. Saves inside it join the group."""
-        return self  # without creating a second object per region
+        return self  # avoids a second object per region
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
         """Offload the group, and put the end mark on `tensor`.

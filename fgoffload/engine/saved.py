@@ -39,7 +39,7 @@ class Reload:
     """Device buffer of a reloaded storage, with the streams that use it."""
 
     buffer: torch.Tensor
-    """Contains the bytes once `filled` has completed. Has the layout of the saved storage's `whole`, or is uint8 `[n]`."""
+    """Tensor with the layout of the saved storage's `whole`, or uint8 `[n]`. It is filled once `filled` has completed."""
     filled: Event
     owner: Stream
     """Compute stream on which the buffer was allocated."""
@@ -48,7 +48,7 @@ class Reload:
     taken_on: set[Stream] = dataclasses.field(default_factory=set)
     """Compute streams that wait for `filled` and may read the buffer."""
     version: int | None = None
-    """Version of the buffer when its first tensor was unpacked. None before."""
+    """Version of the buffer when its first tensor was unpacked. None before that."""
     views: dict[View, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Unpacked tensors, one object per view. See [Note: Unpacked tensors]."""
 
@@ -74,9 +74,9 @@ class SavedStorage:
     ) -> None:
         self._queues = queues
         self._aliases: dict[View, torch.Tensor] = {}
-        """Saved tensors by view, while the storage is on the device."""
+        """Saved tensors keyed by view. Empty once the device memory is released."""
         self._bases: dict[View, int] = {}
-        """By view: id of the saved tensor's base, or of the tensor itself if it has no base."""
+        """For each view, the id of the saved tensor's base, or of the tensor itself if it has no base."""
         self._copied_views: tuple[View, ...] = ()
         """Saved views, set when the device memory is released."""
         self.place = place
@@ -139,8 +139,8 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        The storage is on the device, or `stream` has saved it before. If something else keeps the source of an offloaded
-        storage alive, its memory is later freed only in the order of the streams that saved it before the offload.
+        It may if the storage is on the device, or if `stream` was used for an earlier save of it. If something else keeps the
+        source of an offloaded storage alive, its memory is later freed only in the order of the streams of these earlier saves.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
@@ -190,9 +190,9 @@ class SavedStorage:
                 break
 
     def find_change(self, next_use: str, view: View | None = None) -> str | None:
-        """Return an error message if the bytes of `view`, or of any view, changed after autograd saved them, or None.
+        """Return an error message if the bytes of `view` changed after autograd saved them, otherwise None.
 
-        `next_use` completes the message, for example "backward used it".
+        Without `view`, check all views. `next_use` completes the message, for example "backward used it".
         """
         version, _, nbytes = self.contents
         for alias in self._aliases.values() if view is None else (self._aliases[view],):
@@ -218,7 +218,7 @@ class SavedStorage:
         self.was_offloaded = True
         self.state = SavedState.OFFLOADING
         if self.gathered:
-            # The kernels that pack the views are queued on compute streams, so the storage may be released at once.
+            # The kernels that pack the views are queued on compute streams, so the storage may be released immediately.
             self.state = SavedState.OFFLOADED
             self.drop_aliases()
 
@@ -248,7 +248,7 @@ class SavedStorage:
         if not hasattr(self, "was_offloaded"):
             return  # an interrupt stopped the constructor
         # Any thread may run this at any time, so only atomic appends are safe.
-        if self.reload is not None and self.reload.taken_on != {self.reload.owner}:  # else only its own stream used it
+        if self.reload is not None and self.reload.taken_on != {self.reload.owner}:  # otherwise, only its own stream used it
             self._queues.abandoned.append(self.reload)
         self._queues.dropped.append((self.storage, self.was_offloaded))
 

@@ -1,7 +1,7 @@
 """Maps each saved tensor to its saved storage, or to the reason why it stays on the device.
 
 A storage is offloaded once, however many saves and groups share it. The registry identifies a storage by its address, which a
-saved storage reserves. Another version of the bytes, or bytes outside the offloaded range, get their own saved storage.
+saved storage reserves. Another version of the bytes has its own saved storage, and so do bytes outside the offloaded range.
 
 [Note: Writes that torch does not count]
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the
@@ -41,13 +41,13 @@ class SavedRegistry:
         self._transfers = transfers
         self._rules = rules
         self._excluded: dict[int, tuple[StorageRef, KeptReason]] = {}
-        """Storages that are never offloaded, by key."""
+        """Storages that are never offloaded, with the reasons, keyed by storage key."""
         self._limit = 1024
         """Number of entries in `_excluded` above which freed storages are removed."""
         self._outlived: list[StorageRef] = []
         """Offloaded storages that autograd has released but that are still alive."""
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
-        """Number of comparisons, by pair of places. See [Note: Writes that torch does not count]."""
+        """Number of comparisons of each pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
         """Pairs of places between which a storage is overwritten."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
@@ -59,7 +59,7 @@ class SavedRegistry:
         return key in self._excluded
 
     def find_reason_to_keep(self, tensor: torch.Tensor, lane: Lane | None = None) -> KeptReason | None:
-        """Return why `tensor` stays on the device, or None. A filtered storage then stays for the rest of `lane`."""
+        """Return why `tensor` stays on the device, or None. A filtered storage stays for the rest of `lane`."""
         reason = self._rules.find_unsupported_kind(tensor)
         if reason is None:
             key = get_key(tensor)
@@ -159,7 +159,7 @@ class SavedRegistry:
                     self._exclude(storage, KeptReason.REFERENCED)
                 self._outlived.clear()
 
-    def note_reload(self, saved: SavedStorage) -> None:
+    def exclude_if_referenced(self, saved: SavedStorage) -> None:
         """Exclude the storage of `saved` from offload if something else still references it."""
         if not saved.storage.is_freed:
             saved.stats.held_elsewhere_bytes += saved.size_bytes

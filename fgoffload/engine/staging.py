@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address, which passes use in turn."""
+    """Device memory at a fixed address that one pass after another uses."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""
@@ -284,7 +284,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward whose backward directly follows `current` if its bytes are on the host, else an empty list."""
+        """Return the forward whose backward directly follows `current`, in a list. Empty unless its bytes are on the host."""
         following = current.next  # uses another slot, unless it reads the slot of `current` in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []

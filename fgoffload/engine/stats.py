@@ -59,7 +59,7 @@ class TagStats:
     dropped_storages: int = 0
     """Number of storages that autograd had dropped before their group was offloaded."""
     kept_bytes: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Bytes that stayed on the GPU, by the value of their `KeptReason`, excluding parameters."""
+    """Bytes that stayed on the GPU, keyed by the value of `KeptReason`. Parameters are not counted."""
     seconds: dict[TimeKind, float] = dataclasses.field(default_factory=dict)
     """Seconds of copies and waits, measured on the GPU. Empty if times are not measured."""
 
@@ -73,7 +73,7 @@ class StepStats:
     """Statistics of one step, on this rank. `rich.print` shows them as a table."""
 
     tags: dict[str, TagStats] = dataclasses.field(default_factory=dict)
-    """Statistics by tag, in order of first use."""
+    """Statistics of each tag, in order of first use."""
     window_waits: int = 0
     """Number of times that compute waited because the bytes in flight to the host exceeded the window."""
     host_bytes: int = 0

@@ -1,4 +1,4 @@
-"""Private functions of torch. The engine wraps two of them, so that code for plain torch also works with offload.
+"""Imports private functions of torch, and wraps two functions so that code for plain torch also works with offload.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` disable saved-tensor hooks while they run, and torch raises an error if hooks
@@ -107,9 +107,9 @@ def empty_host_cache() -> None:
 
 def share_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors share a version counter. For example, the results of `torch.unsafe_chunk` do not."""
-    before, of_other = one._version, other._version  # noqa: SLF001 - no public name
+    before, other_version = one._version, other._version  # noqa: SLF001 - no public name
     torch.autograd.graph.increment_version(one)
-    shared = other._version != of_other  # noqa: SLF001 - no public name
+    shared = other._version != other_version  # noqa: SLF001 - no public name
     _autograd._unsafe_set_version_counter((one,), (before,))  # noqa: SLF001
     return shared
 

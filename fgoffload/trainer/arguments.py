@@ -41,17 +41,17 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""Megatron-LM's flags by config field, where their names differ."""
+"""Megatron-LM's flags whose names differ from their config fields, keyed by field."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Megatron-LM fuses SwiGLU by default, and the fused kernel saves less for backward.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Fields that a single flag of Megatron-LM sets, with their values. The flag of a field takes precedence."""
+"""Fields that a single flag of Megatron-LM sets, with their values. A field's own flag takes precedence."""
 
 _NEVER_IGNORED = ("--nproc", "--nnodes", "--help")
-"""Prefixes of flags that raise an error, because the user expects more processes or a help text."""
+"""Prefixes of flags that are never ignored, because the user of such a flag expects more processes or a help text."""
 
 _OPTIMIZER_FLAGS = frozenset(
     f"--{name}"
@@ -80,7 +80,7 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "normalization": "LayerNorm",
 }
 """Megatron-LM's defaults for latent attention, which differ from those of Megatron-Core's config. Source: `_add_mla_args` in
-megatron/training/arguments.py, and `TransformerConfig` for norms, both core 0.16.1 and unchanged in 0.20."""
+megatron/training/arguments.py, and `TransformerConfig` for norms, both of core 0.16.1 and unchanged in 0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
 """Required fields with example values."""
@@ -100,8 +100,8 @@ def parse_arguments(
         argv: Flags of Megatron-LM. Later flags override earlier ones.
         source: Name of the source of `argv`, for errors.
         world_size: Number of processes; None for the minimum that holds one copy of the model.
-        typed: More flags from the command line, which override `argv`.
-        known_elsewhere: Command-line flags that other code parses. Errors may suggest them after a typo.
+        typed: Additional flags from the command line, which override `argv`.
+        known_elsewhere: Command-line flags that other code parses. Error messages may suggest them after a typo.
 
     Raises:
         ConfigError: A flag is unknown or has an invalid value. The message contains the source, the flag and a fix.

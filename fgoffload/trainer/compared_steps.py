@@ -1,9 +1,9 @@
 """Times steps with plans and baseline steps in alternation, to measure how much copies slow down a launch-bound step.
 
 [Note: Compared plans]
-The first plan offloads, in all layers, as many tags as compute can hide. Besides copies, it adds little CPU work. The second
-plan is for a budget halfway between full recompute and the baseline, and adds much more CPU work. Plans without copies are
-skipped. The baseline and the plans alternate every few steps, because the speed of a host changes from minute to minute.
+The first plan offloads, in all layers, the largest tags whose copies compute can hide. Besides copies, it adds little CPU work.
+The second plan is for a budget halfway between full recompute and the baseline, and adds much more CPU work. Plans without
+copies are skipped. The baseline and the plans alternate every few steps, because a host's speed changes every minute.
 """
 
 import collections

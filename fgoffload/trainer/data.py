@@ -42,12 +42,12 @@ class TokenSource(abc.ABC):
 
     @abc.abstractmethod
     def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return int64 tokens `[sequences, length]` that only depend on the state of `generator`."""
+        """Return int64 tokens `[sequences, length]` that depend only on the state of `generator`."""
 
     def get_microbatch(
         self, arguments: TrainingArguments, *, step: int, microbatch: int, data_parallel_rank: int = 0, split: str = ""
     ) -> Microbatch:
-        """Return a microbatch of whole sequences. For one source, it only depends on the arguments.
+        """Return a microbatch of whole sequences. For a given source, it depends only on the arguments.
 
         Steps and microbatches are counted from 0. Each data-parallel rank and each split gets different text.
         """

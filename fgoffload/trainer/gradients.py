@@ -76,7 +76,7 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return `digest_tensor` of each tensor, in order. The device must be done with the tensors.
+    """Return `digest_tensor` of each tensor, in order. The device must have finished all work on the tensors.
 
     Copies and hashes run in several threads and release the GIL. In one thread, they would take longer than a step.
     """

@@ -112,7 +112,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
 
     Raises:
         ConfigError: The plan offloads an unknown tag, or a tag without the tags that it requires.
-        PlanError: The file cannot be read, was made for another training run, or names a layer that does not exist.
+        PlanError: The file cannot be read, was made for another training run, or contains a layer that the model lacks.
     """
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {

@@ -24,7 +24,7 @@ def build_chunks(arguments: TrainingArguments, config: Any) -> list[Any]:
 def clear_rotary_caches(chunks: Iterable[Any]) -> None:
     """Clear the caches of Megatron's rotary embeddings.
 
-    Their class caches `forward` with `lru_cache`, which would keep these modules and tensors `[s, 1, 1, d]` on the device.
+    Their class caches `forward` with `lru_cache`, which would keep the modules and their `[s, 1, 1, d]` results alive.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         clear = getattr(type(module).forward, "cache_clear", None)

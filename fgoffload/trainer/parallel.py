@@ -31,7 +31,7 @@ def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path |
     if not needs_cpu_support():
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(
-                f"LOCAL_RANK {local_rank} exceeds the {torch.cuda.device_count()} GPU(s) of this machine. "
+                f"LOCAL_RANK {local_rank} is too high: this machine has only {torch.cuda.device_count()} GPU(s). "
                 "Start one process per GPU: torchrun --nproc-per-node gpu."
             )
         torch.cuda.set_device(local_rank)

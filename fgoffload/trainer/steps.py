@@ -15,7 +15,7 @@ class StepResult:
     losses: tuple[float, ...]
     """Mean loss of each microbatch, in order. Empty on all pipeline stages except the last."""
     gradient_digests: Mapping[str, str]
-    """SHA-256 of each reduced gradient's bytes, by parameter name with its chunk. Empty if not requested."""
+    """SHA-256 of each reduced gradient's bytes, keyed by chunk and parameter name. Empty if not requested."""
     seconds: float
     """Seconds from the start of forward until the device has finished the optimizer step, without the digests."""
 

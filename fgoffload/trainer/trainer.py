@@ -36,11 +36,11 @@ class TrainingPolicy:
     """Options of a training run besides its model and data. The defaults are for bitwise comparison."""
 
     is_deterministic: bool = True
-    """Use bitwise reproducible kernels, which are slower."""
+    """Whether to use bitwise reproducible kernels, which are slower."""
     has_optimizer: bool = True
-    """Update the parameters with AdamW. Otherwise, a step only runs forward and backward."""
+    """Whether to update the parameters with AdamW. Otherwise, a step only runs forward and backward."""
     uses_megatrons_engine: bool = False
-    """Offload with Megatron-Core's own engine instead of ours; see `megatron_engine`."""
+    """Whether to offload with Megatron-Core's own engine instead of ours. See `megatron_engine`."""
 
 
 DEFAULT_POLICY = TrainingPolicy()
@@ -160,7 +160,7 @@ class Trainer:
     def evaluate(self) -> tuple[float, ...]:
         """Run forward on one global batch in eval mode, and return its losses as in `StepResult.losses`.
 
-        Call this at any time between training steps. Each call uses new text, which no training step uses.
+        Call this at any time between training steps. Each call uses other text, which no training step uses.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:

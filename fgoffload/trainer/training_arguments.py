@@ -21,7 +21,7 @@ _ROUTER_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
 
 _GRAPH_WARMUP_STEPS = 3
-"""Default eager steps before capture. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
+"""Default number of eager steps. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 _MAX_SEED = 2**32 - 1
 """NumPy's largest seed. Other generators accept larger ones."""

@@ -12,7 +12,7 @@ from support.command import ARGUMENTS
 from fgoffload import OffloadConfig, text_files
 from fgoffload.cli import main
 from fgoffload.cli.run import run_torchrun
-from fgoffload.errors import LONGEST_MESSAGE, ConfigError
+from fgoffload.errors import MAX_MESSAGE_LENGTH, ConfigError
 from fgoffload.text_files import read_text_file
 
 
@@ -68,7 +68,7 @@ def test_megatrons_optimizer_flag_is_not_an_abbreviation_of_our_flags(capsys):
 
 def test_long_errors_are_truncated_in_the_middle():
     message = str(ConfigError(f"--tags {' '.join(map(str, range(100_000)))} are too many. Give fewer."))
-    assert len(message) <= LONGEST_MESSAGE
+    assert len(message) <= MAX_MESSAGE_LENGTH
     assert message.startswith("--tags 0 1 2 ")
     assert message.endswith(" 99999 are too many. Give fewer.")
 
@@ -119,7 +119,7 @@ def test_a_script_that_is_not_python_source_is_rejected(capsys, content):
     ],
 )
 def test_too_large_and_endless_files_are_rejected(monkeypatch, name, make, message):
-    monkeypatch.setattr(text_files, "LARGEST_TEXT_BYTES", 100)
+    monkeypatch.setattr(text_files, "MAX_TEXT_BYTES", 100)
     make(Path(name))
     with pytest.raises(ConfigError) as caught:
         read_text_file(Path(name), name="profile", fix="Measure again.")

@@ -1,12 +1,13 @@
 """Handle of a model with a memory budget. Measures and plans the model, and executes the plan.
 
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
-second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
-timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
-planner's model with their peak and median time, and plans again, as long as new plans are faster. It then follows the fastest
-plan, and compares its steps that are powers of two with the prediction. All processes do so in the same steps, since they
-exchange their readings. A forward whose input is larger than planned offloads everything. A single process measures the model
-again in that forward; several processes do so in the next compared step.
+second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It times the
+plan's 11th to 13th steps, because the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). It then
+corrects the planner's model with their peak and median time, and plans again, up to three times or until a plan is slower than
+the one before. Training then follows the fastest plan. The handle measures the peak of each step whose number, counted from the
+start of the plan, is a power of two, and corrects the plan if the peak exceeds the budget. All processes do so in the same
+steps, because they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
+measures the model again in that forward; several processes do so in the next compared step.
 """
 
 import contextlib
@@ -51,18 +52,18 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 _OFFLOADS = (Action.OFFLOAD, Action.RECOMPUTE_AND_OFFLOAD)
-_EARLY = 3
+_CHECKED_STEPS = 3
 """Number of steps at the start of a plan in which the peak is compared with the budget."""
-_SETTLED = 12
+_LAST_TIMED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
-_TIMED = 3
-"""Number of timed steps, of which `_SETTLED` is the last. Their median counts, since the CPU may delay some of them."""
-_ROUNDS = 3
-"""Maximum number of times that a plan is replaced to correct it."""
-_FASTER = 0.005
-"""Fraction of a step by which a plan must be predicted to be faster to replace another plan that fits the budget."""
-_ALIKE = 0.9
-"""Fraction of the planned input size below which a step is not compared with the prediction."""
+_TIMED_STEPS = 3
+"""Number of timed steps, of which `_LAST_TIMED` is the last. Their median counts, because the CPU may delay some of them."""
+_MAX_CORRECTIONS = 3
+"""Maximum number of times that a faster plan replaces a plan within the budget."""
+_MIN_SPEEDUP = 0.005
+"""A plan replaces another plan that fits the budget only if its predicted step is shorter by more than this fraction."""
+_MIN_INPUT_FRACTION = 0.9
+"""A step is compared with the prediction only if its input has at least this fraction of the planned input's elements."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
 
 
@@ -80,7 +81,7 @@ class BudgetOffload(ModelOffload):
         self._planner: Planner | None = None
         self._blocks: dict[int, MeasuredBlock] = {}
         self._shared: dict[tuple[int, str], bool] = {}
-        """Results of `_shares_offloaded` for the plan, by layer and tag."""
+        """Results of `_shares_offloaded` for the plan, keyed by layer and tag."""
         self._gradient_bytes: dict[int, int] = {}
         self._fastest: BudgetPlan | None = None
         """Fastest plan so far that fits the budget."""
@@ -178,8 +179,8 @@ class BudgetOffload(ModelOffload):
         if self._meter is None:
             if any(getattr(one, "gradient_checkpointing", False) is True for one in model.modules()):
                 raise ConfigError(
-                    f"memory: {self.name} uses gradient checkpointing, but a memory budget plans the recompute itself. Call "
-                    "model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
+                    f"memory: {self.name} uses gradient checkpointing, but fgoffload plans the recompute for a memory budget. "
+                    "Call model.gradient_checkpointing_disable(), or set gradient_checkpointing=False in TrainingArguments."
                 )
             self._meter = find_meter(engine, model)
             self._budget_bytes = find_budget(self._memory, reserve_bytes=self._reserve_bytes, device_type=engine.device.type)
@@ -209,7 +210,8 @@ class BudgetOffload(ModelOffload):
 
     def _is_compared(self, step: int) -> bool:
         age = step - self._planned_at
-        return age < _EARLY or _SETTLED - _TIMED < age <= _SETTLED or (age > _SETTLED and age & (age - 1) == 0)
+        is_timed = _LAST_TIMED - _TIMED_STEPS < age <= _LAST_TIMED
+        return age < _CHECKED_STEPS or is_timed or (age > _LAST_TIMED and age & (age - 1) == 0)
 
     def _read_clock(self) -> float:
         engine = self.get_engine()
@@ -224,7 +226,7 @@ class BudgetOffload(ModelOffload):
         self._end_forward()
         tensor = find_tensor(output)
         if loss is not None and tensor is not None:
-            loss.note()
+            loss.record_end()
             tensor.register_hook(lambda _: queue_after_backward(self._end_step))  # type: ignore[no-untyped-call]
         return output
 
@@ -275,19 +277,19 @@ class BudgetOffload(ModelOffload):
             self._plan(reading._replace(peak_bytes=reading.peak_bytes + grown_bytes, step_s=0.0, has_gradients=has_gradients))
             return
         planned, planner = self.planned, self._planner
-        if planned is None or planner is None or min(gather(self._numel)) < _ALIKE * self._planned_numel:
+        if planned is None or planner is None or min(gather(self._numel)) < _MIN_INPUT_FRACTION * self._planned_numel:
             return
         age = self._step - 1 - self._planned_at
-        if _SETTLED - _TIMED < age <= _SETTLED:
+        if _LAST_TIMED - _TIMED_STEPS < age <= _LAST_TIMED:
             self._times_s.append(reading.step_s)
             reading = reading._replace(step_s=statistics.median(self._times_s))
-        planned.measured = reading if age >= _SETTLED else reading._replace(step_s=0.0)
+        planned.measured = reading if age >= _LAST_TIMED else reading._replace(step_s=0.0)
         is_above = reading.peak_bytes > self._budget_bytes and not planned.is_best_effort
-        if age == _SETTLED:
+        if age == _LAST_TIMED:
             planned.peak_bytes, planned.step_s = planner.fit(planned.plan, reading)
         elif is_above:
             planner.fit(planned.plan, reading._replace(step_s=0.0))
-        if is_above or (age == _SETTLED and not planned.is_best_effort):
+        if is_above or (age == _LAST_TIMED and not planned.is_best_effort):
             self._plan_again(planned, planner, reading.peak_bytes)
 
     def _plan(self, reading: StepReading) -> None:
@@ -324,7 +326,7 @@ class BudgetOffload(ModelOffload):
         self._follow(planned)
 
     def _follow(self, planned: BudgetPlan, *, age: int = 0) -> None:
-        """Use a plan from now on. It is not compared in the early steps if `age`, its age in steps, is above `_SETTLED`."""
+        """Use a plan from now on. It is not compared in the early steps if `age`, its age in steps, is above `_LAST_TIMED`."""
         self.planned, self._planned_at, self._times_s = planned, self._step - age, []
         self._shared.clear()
         logger.info("%s", self.explain())
@@ -335,13 +337,13 @@ class BudgetOffload(ModelOffload):
         if is_above:
             self._fastest = None if fastest is planned else fastest
         elif fastest is not None and fastest.step_s < planned.step_s:
-            self._corrections = _ROUNDS
+            self._corrections = _MAX_CORRECTIONS
             logger.info("%s returns to its previous plan, which was faster:", self.name)
-            self._follow(fastest, age=_SETTLED + 1)
+            self._follow(fastest, age=_LAST_TIMED + 1)
             return
         else:
             self._fastest = planned
-            if self._corrections >= _ROUNDS:
+            if self._corrections >= _MAX_CORRECTIONS:
                 return
         self._corrections += 1
         found = ask_first(planner.solve)
@@ -349,13 +351,13 @@ class BudgetOffload(ModelOffload):
             planned.is_best_effort = is_above
             if is_above:
                 logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
-        elif is_above or found.step_s < (1 - _FASTER) * planned.step_s:
+        elif is_above or found.step_s < (1 - _MIN_SPEEDUP) * planned.step_s:
             why = "exceeded the budget" if is_above else "can follow a faster plan"
             logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
             self._follow(found)
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive the policy until there is a plan. Later steps use the plan's policy."""
+        """Derive the policy as long as no plan exists. Later steps use the plan's policy."""
         if self.planned is None:
             super()._derive_policy(lane)
 

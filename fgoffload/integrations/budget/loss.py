@@ -20,7 +20,7 @@ class LossReading(NamedTuple):
 
 
 class LossMeter:
-    """Measures the loss of one step."""
+    """Measures the time and memory of the loss in one step."""
 
     def __init__(self, device: Device, meter: PeakMeter) -> None:
         self._device, self._meter = device, meter
@@ -35,11 +35,11 @@ class LossMeter:
         if tensor is not None and tensor.requires_grad:
             self._start_bytes, _ = self._meter.read()
             self._record()
-            tensor.register_hook(lambda _: self.note())  # type: ignore[no-untyped-call]
+            tensor.register_hook(lambda _: self.record_end())  # type: ignore[no-untyped-call]
 
     @skip
-    def note(self) -> None:
-        """Note the end of the model's forward or, in the hook of `begin`, of the loss's backward."""
+    def record_end(self) -> None:
+        """Record the end of the model's forward or, in the hook of `begin`, of the loss's backward."""
         if self._events:
             self._record()
             self._peaks_bytes.append(max(0, self._meter.read()[1] - self._start_bytes))

@@ -1,4 +1,4 @@
-"""Parses memory budgets, and measures the peak memory of a step by the allocator or, on a CPU, by a ledger."""
+"""Parses memory budgets, and measures the peak memory of a step with the allocator or, on a CPU, with a ledger."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import check_bytes, parse_bytes
 
 Memory: TypeAlias = "str | int | None"
-"""Memory argument of a user: a size such as `60GiB`, a number of bytes, or `auto`."""
+"""Budget or reserve as the user passes it: a size such as `60GiB`, a number of bytes, `auto`, or None."""
 
 DEFAULT_RESERVE = "2GiB"
 """Memory that `memory="auto"` reserves for the CUDA context, NCCL and fragmentation."""
 
 
 class PeakMeter:
-    """Measures peak memory with torch's allocator, and resets the allocator's own peak."""
+    """Measures peak memory with torch's allocator. This resets the allocator's own peak."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
@@ -43,7 +43,7 @@ class PeakMeter:
 
     @torch.no_grad()
     def count_new_gradients(self, module: torch.nn.Module) -> int:
-        """Return the bytes of gradients of `module` that do not exist yet, in this process."""
+        """Return the bytes of the gradients that `module` does not have yet in this process."""
         missing = [one for one in module.parameters() if one.requires_grad and one.grad is None]
         local = [one.to_local() if isinstance(one, DTensor) else one for one in missing]
         return sum(one.numel() * one.element_size() for one in local)
@@ -58,7 +58,7 @@ class PeakMeter:
 
 
 class _LedgerMeter(PeakMeter):
-    """Adds up parameters, their gradients, and the activations that a ledger counts."""
+    """Adds up the bytes of parameters, their gradients, and the activations that a ledger counts."""
 
     def __init__(self, model: torch.nn.Module, engine: OffloadEngine) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class _LedgerMeter(PeakMeter):
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        yield  # the ledger does not see a trial, which has its own hooks
+        yield  # a trial has its own hooks, so the ledger does not count its tensors
 
 
 def find_meter(engine: OffloadEngine, model: torch.nn.Module) -> PeakMeter:

@@ -1,4 +1,4 @@
-"""Plans measured layers, and corrects the plan with measurements of later steps."""
+"""Plans recompute and offload of measured layers, and corrects the plan with measurements of later steps."""
 
 import dataclasses
 import statistics
@@ -22,12 +22,12 @@ _HEADROOM = 0.0075
 """Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
 docs/results/huggingface.md, a plan for 16 GiB had a peak of up to 16.03 GiB."""
 _SAFETY = 1.05
-"""Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
+"""The budget that an error suggests is the smallest plan's predicted peak times this factor. The first prediction counts the
 memory of the loss as static, and was up to 4% too small."""
 
 _LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)
-"""Assumed CPU times of offload, for which the GPU waits where a step is launch-bound. Without them, plans prefer many small
-groups. Source: docs/results/host_overhead.md, and profiles of the steps in docs/results/huggingface.md."""
+"""Assumed CPU times of offload, for which the GPU waits in launch-bound parts of a step. Without them, plans prefer many
+small groups. Source: docs/results/host_overhead.md, and profiles of the steps in docs/results/huggingface.md."""
 
 
 class StepReading(NamedTuple):
@@ -35,7 +35,7 @@ class StepReading(NamedTuple):
 
     peak_bytes: int
     step_s: float = 0.0
-    """0 if not measured. Then the time of `loss` is not valid either."""
+    """0 if not measured. The times of `loss` are then invalid too."""
     loss: LossReading = LossReading()
     has_gradients: bool = False
     """Whether gradients existed before the step."""
@@ -89,11 +89,9 @@ class Planner:
         self._rank = self._make_rank()
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> tuple[int, float]:
-        """Correct the loss, static memory and the time outside the layers from a step of `plan`.
+        """Fit the loss, the static memory and the time outside the layers to the `reading` of a step of `plan`.
 
-        Returns the predicted peak bytes and seconds of such a step.
-
-        A `reading` without a time corrects only the memory.
+        A `reading` without a time affects only the memory. Returns the corrected prediction: peak bytes and seconds.
         """
         if reading.has_gradients:
             self._layers = [dataclasses.replace(layer, gradient_bytes=0) for layer in self._layers]
@@ -149,7 +147,7 @@ class Planner:
 
 
 def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> OffloadPlan:
-    """Return the plan of the measured step, which offloads all storages of all layers that are large enough."""
+    """Return the plan of the measured step, which offloads every storage of at least `min_offloaded_bytes` in all layers."""
     return OffloadPlan(
         actions={
             Site(chunk=0, layer=number, tag=tag): Action.OFFLOAD
@@ -194,7 +192,7 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Return the layers for the planner. Layers with the same saved storages share one kind and their median times."""
+    """Convert `blocks` to the planner's layers. Layers with the same saved storages share one kind and their median times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:

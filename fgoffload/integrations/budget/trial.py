@@ -1,8 +1,8 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
 [Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or random state of Python,
-and if a second run on detached inputs, with torch's random state restored, returns the same bits and leaves the same random
-state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
+and if a second run on detached inputs, with torch's random state restored, returns bitwise identical outputs and ends in the
+same random state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
 """
 
 import dataclasses
@@ -191,7 +191,7 @@ class Trial:
         leaves += [one for one in run.module.parameters() if one.requires_grad and not one._backward_hooks]  # noqa: SLF001
         measured = Measured()
         if not _are_equal(list_tensors(run.output), list_tensors(output)):
-            measured.refusal = "a second run returns different bits"
+            measured.refusal = "a second run returns different outputs"
         elif not same_random:
             measured.refusal = "a second run draws different random numbers"
         allocated_bytes, _ = self._count_peak()
@@ -209,20 +209,20 @@ class Trial:
     def _save(self, tensor: torch.Tensor) -> torch.Tensor:
         kept = tensor.detach()
         if tensor.layout is torch.strided and (key := get_key(tensor)) not in self._parameters:
-            self._note(key, kept, self._open[-1] if self._open else REST)
+            self._add_saved(key, kept, self._open[-1] if self._open else REST)
         return kept
 
-    def _note(self, key: int, tensor: torch.Tensor, *new: str) -> None:
+    def _add_saved(self, key: int, tensor: torch.Tensor, *new: str) -> None:
         _, tags = self._saved.setdefault(key, (tensor, []))
         tags.extend(tag for tag in new if tag not in tags)
 
     def _find_input(self, inputs: Any, *tags: str) -> int | None:
-        """Return the index of the storage of the first input that requires a gradient."""
+        """Return the storage index of the first input that requires a gradient."""
         tensor = find_tensor(inputs)
         if tensor is None:
             return None
         key = get_key(tensor)
-        self._note(key, tensor.detach(), *tags)
+        self._add_saved(key, tensor.detach(), *tags)
         return list(self._saved).index(key)
 
 

@@ -32,8 +32,8 @@ def saved_tensors(
 
     Args:
         config: Offload options.
-        group_bytes: Group size in bytes. A group is offloaded once it is full. Smaller groups start earlier but cost more CPU
-            time. None means 64 MiB, or a quarter of `prefetch_bytes` if that is smaller.
+        group_bytes: Group size in bytes. A group is offloaded once it is full. Copies of smaller groups start earlier but take
+            more CPU time. None means 64 MiB, or a quarter of `prefetch_bytes` if that is smaller.
         device: Device of the tensors. None selects torch's current accelerator, or the CPU if there is none.
         tag: Name in the statistics.
 
@@ -71,7 +71,7 @@ class SavedTensors(EngineOwner):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop offloading. Unless an exception was raised, offload the last group."""
+        """Offload the last group unless an exception was raised. Later saved tensors stay on the device."""
         self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

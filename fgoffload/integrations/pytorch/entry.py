@@ -1,4 +1,4 @@
-"""Offloads a PyTorch model with one call, either selected modules or within a memory budget."""
+"""Offloads selected modules of a PyTorch model, or plans the whole model within a memory budget."""
 
 from typing import Any
 
@@ -40,8 +40,8 @@ def offload(
         config: Offload options.
         device: Device of the tensors. None selects the accelerator of the model or of its first input, or else the CPU.
         memory: GPU memory budget of this process, for example `60GiB`. `auto` uses the device's memory minus `memory_reserve`.
-            The budget limits `torch.cuda.max_memory_allocated`, a counter that some steps reset. The first step measures the
-            model. Later steps keep, offload or recompute each part of each layer.
+            The budget limits `torch.cuda.max_memory_allocated`, a counter that fgoffload resets in some steps. The first step
+            measures the model. Later steps keep, offload or recompute each part of each layer.
         memory_reserve: Memory that `auto` reserves for the CUDA context, NCCL and fragmentation. None means 2 GiB.
 
     Returns:
@@ -74,7 +74,7 @@ def explain(handle: Any) -> str:
     """
     if not hasattr(handle, "explain"):
         raise ConfigError(
-            f"this {type(handle).__name__} has no memory budget, and so no plan. See `handle.stats()`, or pass the handle "
+            f"this {type(handle).__name__} has no memory budget, so it has no plan. See `handle.stats()`, or pass the handle "
             "from fgoffload.offload(model, memory=...) or an OffloadCallback(memory=...)."
         )
     return str(handle.explain())

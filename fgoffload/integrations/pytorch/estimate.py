@@ -34,7 +34,7 @@ class SavingsEstimate:
     Args:
         saved_bytes: Bytes that autograd saves.
         leaving_bytes: Bytes that would be copied to the host. A backward that starts immediately cancels the last copies.
-        staying_bytes: Bytes that would stay on the GPU, by reason. If one tensor stays, so does its whole storage.
+        staying_bytes: Bytes that would stay on the GPU, keyed by reason. If one tensor stays, so does its whole storage.
         host_bytes: Required host memory in bytes, including alignment.
     """
 
@@ -88,7 +88,7 @@ def estimate_savings(
         device: As for `offload`.
 
     Raises:
-        ConfigError: `forward` is not callable, `modules` are passed without a model, or as for `offload`.
+        ConfigError: `forward` is not callable, `modules` are passed without a model, or `offload` would raise the error.
     """
     if not callable(forward):
         raise ConfigError(
@@ -123,8 +123,8 @@ def estimate_savings(
 def _make_hostless(device: Device) -> Device:
     """Return a copy of `device` that allocates no host memory.
 
-    An offload only remembers its source tensor, and a reload copies from that tensor. The engine's results and statistics are
-    therefore the same as with real copies.
+    An offload only stores a reference to its source tensor, and a reload copies from that tensor. The engine's results and
+    statistics are therefore the same as with real copies.
     """
     sources: dict[tuple[int, int], torch.Tensor] = {}
 

@@ -44,13 +44,13 @@ class ThreadState:
     @skip
     def restore(self) -> None:
         """Restore the snapshot. Pop the engine's saved-tensor hooks, and keep the hooks of other code."""
-        of_others = []
+        other_hooks = []
         while (hooks := find_top_hooks(True)) is not None and hooks[0] is not self._hook:  # noqa: FBT003 - while tracing too
             pop_hooks()
             if not isinstance(hooks[0], Saving):
-                of_others.append(hooks)
-        while of_others:
-            push_hooks(*of_others.pop())
+                other_hooks.append(hooks)
+        while other_hooks:
+            push_hooks(*other_hooks.pop())
         _running.set(self._running)
         _layer.set(self._layer)
 
@@ -76,7 +76,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record why a region of `tag` does nothing here, or a forward if `tag` is None. Disabled gradients are not recorded."""
+    """Record why a region of `tag`, or a forward if `tag` is None, does nothing here, unless gradients are disabled."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -95,7 +95,7 @@ class UncompiledSaving(Saving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle that autograd unpacks later."""
+        """Pack hook: return a handle for `tensor`."""
         return super().__call__(tensor)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -105,7 +105,7 @@ class UncompiledSaving(Saving):
 
 
 class SizedSaving(UncompiledSaving):
-    """Saves the tensors of one site into consecutive groups of limited size.
+    """Saves the tensors of one site in consecutive groups of limited size.
 
     [Note: When a full group ends]
     Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
@@ -135,7 +135,7 @@ class SizedSaving(UncompiledSaving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle that autograd unpacks later."""
+        """Pack hook: return a handle for `tensor`."""
         return self._pack(tensor)
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
@@ -186,7 +186,7 @@ class BlockSaving(SizedSaving):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, tensor: torch.Tensor) -> Packed:
-        """Return the handle that autograd unpacks later."""
+        """Pack hook: return a handle for `tensor`."""
         if is_in_backward():
             return keep_tensor(tensor, self.lane.place)
         if self.lane.remaining < len(self.lane.groups):
@@ -210,7 +210,7 @@ class Forward:
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
         self.owner = owner
         self.outer = _running.get()
-        self._around = ThreadState()
+        self._before = ThreadState()
         self._engine = engine
         self._hook = hook
         self._saving = hook or UncompiledSaving(engine, begin_lane(owner), None)
@@ -221,7 +221,7 @@ class Forward:
             self._saving.__enter__()
             _running.set(self)
         except BaseException:
-            self._around.restore()
+            self._before.restore()
             raise
 
     def begin_region(self, tag: str, tensor: torch.Tensor | None, *, layer: int | None = None) -> "SavingRegion | None":
@@ -241,7 +241,7 @@ class Forward:
         return region
 
     def keep_saves(self) -> None:
-        """Keep all tensors that autograd saves later on the device, even inside an open region."""
+        """Exclude later saved tensors from offload, even inside an open region."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def announce_backward(self, tensor: torch.Tensor | None) -> None:
@@ -255,7 +255,7 @@ class Forward:
 
     def stop(self) -> None:
         """Stop receiving saved tensors. An interrupted `begin` or `finish` may precede this call."""
-        self._around.restore()
+        self._before.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
         """Stop receiving saved tensors. Saved tensors of a failed forward stay on the device and are freed with their graph."""
@@ -273,7 +273,7 @@ class SavingRegion:
     the device until its end, and backward would reload the whole region at once.
     """
 
-    __slots__ = ("_around", "_engine", "_saving")
+    __slots__ = ("_before", "_engine", "_saving")
 
     def __init__(self, engine: OffloadEngine, saving: SizedSaving, tensor: torch.Tensor | None) -> None:
         self._engine = engine
@@ -281,12 +281,12 @@ class SavingRegion:
         group = saving.open_group()
         if tensor is not None:
             mark_start(engine, saving.lane, group, tensor)
-        self._around = ThreadState()
+        self._before = ThreadState()
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
-        """Stop saving. Unless the region failed, offload the last group and put its end mark on a tensor in `output`."""
-        self._around.restore()
+        """End the region. Unless it failed, offload its last group and put the group's end mark on a tensor in `output`."""
+        self._before.restore()
         if is_failed:
             return
         saving, tensor = self._saving, find_tensor(output)
@@ -298,21 +298,21 @@ class SavingRegion:
 class KeptRun:
     """Run of a module inside a region. The tensors that it saves stay on the device."""
 
-    __slots__ = ("_around",)
+    __slots__ = ("_before",)
 
     def __init__(self, forward: Forward) -> None:
-        self._around = ThreadState()
+        self._before = ThreadState()
         forward.keep_saves()
 
     def finish(self, output: Any) -> None:
         """End the run. Later saved tensors belong to the enclosing region."""
-        self._around.restore()
+        self._before.restore()
 
 
 class PlainRun:
     """Run of a module without the engine's hooks, which cost CPU time for each saved tensor.
 
-    A tensor that another module offloads too then stays on the device if this module saves it.
+    If this module saves a tensor that another module offloads, the tensor stays on the device.
     """
 
     __slots__ = ("_popped",)
@@ -325,6 +325,6 @@ class PlainRun:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def finish(self, output: Any) -> None:
-        """End the run. The hooks receive later saved tensors."""
+        """End the run, and install the hooks again."""
         while self._popped:
             push_hooks(*self._popped.pop())

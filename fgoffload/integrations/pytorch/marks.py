@@ -73,14 +73,14 @@ class PlacedRegion:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """Stop saving. Unless an exception was raised, offload the last group."""
+        """End the region, and offload its last group unless an exception was raised."""
         self._exit(is_failed=error is not None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self) -> None:
         tensor, self._tensor = self._tensor, None
         if tensor is None:
-            # A second entry would lose the first run's saved tensors and leave its hooks on the thread.
+            # A second entry would lose the saved tensors of the first run and never remove its hooks from the thread.
             raise StateError(f"region {self._tag!r} was already entered. Call `fgoffload.region` for each run.")
         forward = find_running()
         if forward is None:

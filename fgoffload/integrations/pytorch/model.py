@@ -4,8 +4,8 @@
 module, so weights, handle, engine and host memory are freed with the last reference to the model, without garbage collection.
 
 [Note: Buffers stay]
-Batch norm updates its running statistics without changing their version, so the engine would mistake the host copy of an old
-graph for the current values. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory
+Batch norm updates its running statistics without changing their version, so the engine could not detect that the host copy of
+an old graph is stale. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory
 anyway. The buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them,
 and copies of a model have their own. A buffer that a forward creates is listed from the next forward on.
 """
@@ -100,14 +100,14 @@ class ModelOffload(EngineOwner):
         of its own. Results are the same, but nothing is prefetched for backward.
         """
         self._check_placed()
-        around = ThreadState()  # see [Note: Interrupted forwards]
+        thread_state = ThreadState()  # see [Note: Interrupted forwards]
         try:
             begun = None if is_inert() or not self.config.enabled else self._begin(self._model(), ())
             yield
             if begun is not None:
                 begun.finish()
         finally:
-            around.restore()
+            thread_state.restore()
 
     def remove(self) -> None:
         """Restore the modules' own forwards. Call it between forwards. A second call does nothing.
@@ -159,7 +159,7 @@ class ModelOffload(EngineOwner):
         return forward
 
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether `begin_run` would do nothing here. A cheap check; False is always right."""
+        """Return whether `begin_run` would do nothing here. To be cheap, this check may return False even then."""
         return False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,7 +197,7 @@ class ModelOffload(EngineOwner):
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """Run of a module with gradients."""
+    """Run of a module with gradients enabled."""
 
     forward: Forward | None
     """Forward that begins and ends with this run. None if the run is part of another forward."""

@@ -1,6 +1,6 @@
 """Finds the tensors in a module's inputs and outputs.
 
-[Note: Looking into user values]
+[Note: Search of user values]
 The search must not raise in a forward that works without offload. It therefore runs no user code: it reads only plain
 containers, through the methods of their base classes and their stored fields, and skips mappings that compute their values. It
 reads each container once, since a container may contain itself.
@@ -20,9 +20,9 @@ MAX_VALUES = 1000
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value` in order. It may be a tensor, or nested tuples, lists, dicts and dataclasses.
+    """Yield the tensors in `value`, in order. It may be a tensor, or nested tuples, lists, dicts and dataclasses.
 
-    See [Note: Looking into user values].
+    See [Note: Search of user values].
     """
     waiting = [value]
     seen: set[int] = set()
@@ -40,7 +40,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that requires a gradient, or None. Only tensors with a gradient can carry a mark."""
+    """Return the first tensor in `value` that requires a gradient, or None. Other tensors cannot carry a mark."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 

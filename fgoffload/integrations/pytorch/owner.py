@@ -53,7 +53,7 @@ class EngineOwner:
         self._watched_forwards = 0
         """Number of forwards with gradients, including those in which offload did nothing."""
         self._inert = dict.fromkeys(tags, "")
-        """Reason why the regions of a tag did nothing, by tag. Empty if none was recorded."""
+        """For each tag, the reason why its regions did nothing. Empty if none was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
         """Whether idle tags are still to be reported."""
@@ -79,7 +79,7 @@ class EngineOwner:
             return self.engine
 
     def count_forward(self) -> int:
-        """Count a forward with gradients, and return the number of earlier ones since the last `stats`."""
+        """Count a forward with gradients, and return the number of earlier forwards since the last `stats`."""
         with self._lock:
             self._forwards += 1
             self._is_reported = False
@@ -101,7 +101,7 @@ class EngineOwner:
         self.engine.set_policy(self._policy)
 
     def count_inert(self, tag: str | None, *, hook: Any, is_in_backward: bool) -> None:
-        """Count a region of `tag` that does nothing, or a forward if `tag` is None. See `explain_inert` for the reasons."""
+        """Record why the regions of `tag` do nothing. If `tag` is None, count a forward in which offload does nothing."""
         if tag is None:
             self._watch_forward()
             return

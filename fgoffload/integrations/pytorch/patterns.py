@@ -1,4 +1,4 @@
-"""Selects the modules that are regions by globs over their names. Each region has a tag and a layer number.
+"""Selects the modules that become regions by globs over their names. Each region has a tag and a layer number.
 
 [Note: Globs]
 A pattern matches a module's name part by part, where dots separate the parts. `*`, `?` and `[...]` work within one part, as in

@@ -7,7 +7,7 @@ The replacement references the module weakly, to avoid a reference cycle.
 
 A copy of the module must not inherit the attribute, which would run the original module. Copies and pickles use `__getstate__`,
 or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
-too, to omit our attributes.
+too, so that they omit our attributes.
 
 [Note: A checkpoint around the call]
 Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside the checkpoint, where a region does
@@ -99,7 +99,7 @@ class ReplacedForward:
         forward = handle.wrap(module, forward, (args, kwargs), self._tag, self._layer)
         if handle.is_idle(self._tag, self._layer):
             return forward(*args, **kwargs)
-        around = ThreadState()  # see [Note: Interrupted forwards]
+        thread_state = ThreadState()  # see [Note: Interrupted forwards]
         try:
             try:
                 run = handle.begin_run(module, (args, kwargs), self._tag, self._layer)
@@ -108,9 +108,9 @@ class ReplacedForward:
                     run.finish(output)
                 return output
             finally:
-                around.restore()
+                thread_state.restore()
         finally:
-            around.restore()  # a second time, in case of an interrupt in the lines above
+            thread_state.restore()  # a second time, in case of an interrupt in the lines above
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 

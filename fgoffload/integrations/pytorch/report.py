@@ -57,7 +57,7 @@ class RunTotals:
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
     """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
-    `inert` is the result of `explain_inert` if its regions did nothing, or else empty.
+    `inert` is the result of `explain_inert` if its regions did nothing. Otherwise, it is empty.
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
@@ -71,7 +71,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         )
     elif stats.kept_bytes:
         if KeptReason.TOO_SMALL.value in stats.kept_bytes:
-            fix = "Lower `min_offloaded_bytes` in config=TransferConfig(...), which OffloadCallback takes too"
+            fix = "Lower `min_offloaded_bytes` in config=TransferConfig(...), which OffloadCallback also accepts"
         kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
         reason = f"everything stayed on the device. {kept}."
     elif stats.dropped_storages:

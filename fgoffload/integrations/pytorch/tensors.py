@@ -78,7 +78,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified in place before its copy was done, or an earlier `reload` result was.
+            StateError: The tensor was modified in place before its copy was done, or the result of an earlier `reload` was.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
@@ -119,7 +119,7 @@ def make_engine(
     policy: TransferPolicy,
     engine_type: type[OffloadEngine] = OffloadEngine,
 ) -> OffloadEngine:
-    """Return an engine with the options of `config`. For `device` and `tensors` see `make_device`."""
+    """Return an engine with the options of `config`. For `device` and `tensors`, see `make_device`."""
     return engine_type(
         device=make_device(device, tensors=tensors, host_memory=config.host_memory),
         policy=policy,
@@ -131,7 +131,7 @@ def make_engine(
 
 
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
-    """Offload `tensor` with `engine`. Without an engine it stays on the device."""
+    """Offload `tensor` with `engine`. Without an engine, it stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
         return OffloadedTensor(keep_tensor(tensor, lane.place), None, lane, None)

@@ -35,8 +35,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
 
     Losses and gradients are bitwise identical to training without offload. With gradient checkpointing, the layers' inputs are
     offloaded. The callback adds three numbers of the last step to the trainer's log. `offload/saved_gib` is the memory freed
-    between a forward and its backward. `offload/percent` is its share of the bytes that the layers save, and is omitted with a
-    memory budget. `offload/wait_ms` is how long compute waited for copies.
+    between a forward and its backward. `offload/percent` is the same memory as a percentage of the bytes that the layers save;
+    it is omitted with a memory budget. `offload/wait_ms` is how long compute waited for copies.
     `fsdp_config={"activation_cpu_offload": False}` disables offload.
 
     Args:
@@ -95,7 +95,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
                     "unless Trainer(callbacks=[...]) has one."
                 )
                 return
-            _warn_of_rivals(args, model)
+            _warn_of_other_offload(args, model)
             if earlier is not None and earlier.trainer_state is not None:
                 earlier.close()  # an error or interrupt ended that training run
         elif not self.handle.is_for(model):
@@ -114,7 +114,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         self.handle.trainer_state = state
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any) -> None:
-        """Read the statistics of the step. Log the saved memory once, except with a budget, which logs its plan."""
+        """Read the statistics of the step, and log the saved memory once. With a budget, the handle logs its plan instead."""
         if self.handle is None:
             return
         self.handle.stats()
@@ -164,8 +164,8 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         """
         if self._memory is None:
             raise ConfigError(
-                "this OffloadCallback has no memory budget, and so no plan. See `offload/saved_gib` in the Trainer's log, or "
-                "use OffloadCallback(memory=...)."
+                "this OffloadCallback has no memory budget, so it has no plan. See `offload/saved_gib` in the Trainer's log, "
+                "or use OffloadCallback(memory=...)."
             )
         if self.handle is None and not self._plan:
             raise ConfigError("this OffloadCallback has no plan yet. Call `explain` after training has begun.")
@@ -180,21 +180,21 @@ def _read_switch(value: Any) -> bool:
         raise ConfigError(f"fsdp_config has {KEY}={value!r}, which is not a boolean. Use True or False.") from None
 
 
-def _warn_of_rivals(args: Any, model: torch.nn.Module) -> None:
+def _warn_of_other_offload(args: Any, model: torch.nn.Module) -> None:
     """Warn if another kind of activation offload is enabled, in `args` or by wrappers in `model`."""
-    rivals = []
+    others = []
     names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
     if found:
-        rivals.append(f"transformers' {found}={{'offload': True}}")
+        others.append(f"transformers' {found}={{'offload': True}}")
     if any(type(module).__name__ == "OffloadWrapper" for module in model.modules()):
-        rivals.append("accelerate's fsdp_activation_checkpointing_offload")
+        others.append("accelerate's fsdp_activation_checkpointing_offload")
     if getattr(args, "activation_offloading", False):
-        rivals.append("TRL's activation_offloading")
-    if rivals:
+        others.append("TRL's activation_offloading")
+    if others:
         logger.warning(
-            "%s %s on too. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Disable the others. "
+            "%s %s also on. Only one of them offloads: the innermost saved-tensor hooks take every tensor. Disable the others. "
             "Results stay bitwise identical.",
-            " and ".join(rivals),
-            "are" if len(rivals) > 1 else "is",
+            " and ".join(others),
+            "are" if len(others) > 1 else "is",
         )

@@ -8,7 +8,7 @@ from fgoffload.doctor.machine import CopyRates
 
 ALL_ROWS = (
     "Python, torch, megatron-core, Transformer Engine, GPUs, GPU 0: link to the host, GPU 0: copy rates, pinned memory, "
-    "host memory, GPU 0: CPUs near it, attention allowed, attention's backward, "
+    "host memory, GPU 0: nearby CPUs, attention allowed, attention's backward, "
     "Megatron-LM's own check, CUDA's queues, attention kernel, cuDNN"
 )
 
@@ -67,7 +67,7 @@ def test_without_transformer_engine_its_rows_are_skipped(tmp_path):
             "megatron-core>=0.16.1",
         ),
         ({"try_pinning": lambda: "CUDA could not pin"}, "pinned memory", Status.ERROR, "container's memory limit"),
-        ({"cpus": frozenset({4, 5})}, "GPU 0: CPUs near it", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
+        ({"cpus": frozenset({4, 5})}, "GPU 0: nearby CPUs", Status.WARNING, "numactl --cpunodebind=0 --membind=0"),
         ({"measure_copies": lambda index: CopyRates(d2h=53e9, h2d=12e9)}, "GPU 0: copy rates", Status.WARNING, ""),
         ({"run": CommandOutputs(probe=CommandResult(0, UNFUSED)).run}, "attention kernel", Status.ERROR, ""),
     ],
@@ -97,19 +97,19 @@ def test_gpus_have_the_indices_of_torch(tmp_path):
         find_gpu_uuid=lambda index: ["GPU-bbbb", "GPU-aaaa"][index],
     )
     rows = {result.name: result for result in check_machine(machine)}
-    assert "node 1" in rows["GPU 0: CPUs near it"].found
-    assert "node 0" in rows["GPU 1: CPUs near it"].found
+    assert "node 1" in rows["GPU 0: nearby CPUs"].found
+    assert "node 0" in rows["GPU 1: nearby CPUs"].found
 
 
 def test_host_memory_is_divided_by_gpus_unless_a_launcher_sets_the_ranks(tmp_path, monkeypatch):
-    assert "60.00 GiB a rank" in check(tmp_path, "host memory").found
+    assert "60.00 GiB per rank" in check(tmp_path, "host memory").found
     rows = SMI + SMI.replace("GPU-aaaa", "GPU-bbbb").replace("81559", "16384")
     two_gpus = {"run": CommandOutputs(smi=CommandResult(0, rows)).run, "count_gpus": lambda: 2}
     two_gpus["find_gpu_uuid"] = lambda index: ["GPU-aaaa", "GPU-bbbb"][index]
     assert "60% of free memory, shared by 2 ranks, one for each GPU" in check(tmp_path, "host memory", **two_gpus).found
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     found = check(tmp_path, "host memory", environment={"LOCAL_WORLD_SIZE": "4"}, **two_gpus).found
-    assert "15.00 GiB a rank" in found
+    assert "15.00 GiB per rank" in found
 
 
 @pytest.mark.parametrize(

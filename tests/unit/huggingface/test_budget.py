@@ -71,7 +71,7 @@ def test_repeating_offload_returns_the_same_handle_and_sizes_need_units():
     for wrong in ({"modules": 3}, {"modules": [3]}, {"config": {}}, {"modules": ["*"], "memory": "1GiB"}):
         with pytest.raises(fgoffload.ConfigError, match=r"modules|pattern|config"):
             OffloadCallback(**wrong)
-    for arguments, message in (({}, "no memory budget, and so no plan.*saved_gib"), ({"memory": "1GiB"}, "no plan yet")):
+    for arguments, message in (({}, "no memory budget, so it has no plan.*saved_gib"), ({"memory": "1GiB"}, "no plan yet")):
         with pytest.raises(fgoffload.ConfigError, match=message):
             fgoffload.explain(OffloadCallback(**arguments))
     with pytest.raises(fgoffload.ConfigError, match="matches one character"):

@@ -20,8 +20,8 @@ def compare(train, caplog, other_switch):
     plain, both = train(), train(OffloadCallback(config=ALL))
     assert list_losses(plain) == list_losses(both)
     check_equal(copy_parameters(plain.model), copy_parameters(both.model))
-    (line,) = [line for line in caplog.messages if " is on too. " in line]
-    assert line.startswith(f"{other_switch} is on too.")
+    (line,) = [line for line in caplog.messages if " is also on. " in line]
+    assert line.startswith(f"{other_switch} is also on.")
     assert both.state.log_history[0]["offload/saved_gib"] == 0  # the other switch takes every tensor
 
 

@@ -169,7 +169,7 @@ def test_restarting_with_a_smaller_batch_reuses_the_handle(callback, tmp_path, c
     trainer = make_trainer(model, tmp_path, callback, auto_find_batch_size=True)
     trainer.args.activation_offloading = True
     trainer.train()
-    assert sum("TRL's activation_offloading is on too" in line for line in caplog.messages) == 1
+    assert sum("TRL's activation_offloading is also on" in line for line in caplog.messages) == 1
     assert trainer._train_batch_size < 2
     assert len(set(map(id, handles))) == 1
     assert get_logged(trainer, "percent") == [100] * 4
@@ -237,10 +237,10 @@ def test_other_active_offload_switches_are_listed_in_one_warning(callback, tmp_p
     trainer.args.gradient_checkpointing_kwargs = {"offload": True}
     trainer.args.activation_offloading = True
     trainer.train()
-    (line,) = [line for line in caplog.messages if " are on too. " in line]
+    (line,) = [line for line in caplog.messages if " are also on. " in line]
     assert line.startswith(
         "transformers' gradient_checkpointing_kwargs={'offload': True} and accelerate's fsdp_activation_checkpointing_offload "
-        "and TRL's activation_offloading are on too."
+        "and TRL's activation_offloading are also on."
     )
 
 

@@ -105,7 +105,7 @@ def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(take_logge
     assert warnings[1].startswith(
         "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
     )
-    assert warnings[1].endswith("which OffloadCallback takes too, or omit the tag.")
+    assert warnings[1].endswith("which OffloadCallback also accepts, or omit the tag.")
     assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
 
 
@@ -117,7 +117,7 @@ def test_a_handle_without_modules_or_regions_logs_a_warning(take_logged):
         train(net)
     (warning,) = take_logged(logging.WARNING)
     assert "no module is selected and its forward ran no `fgoffload.region`. Pass modules or memory" in warning
-    with pytest.raises(fgoffload.ConfigError, match=r"no memory budget, and so no plan\. See `handle.stats\(\)`"):
+    with pytest.raises(fgoffload.ConfigError, match=r"no memory budget, so it has no plan\. See `handle.stats\(\)`"):
         fgoffload.explain(handle)
 
 
