@@ -3,10 +3,10 @@
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
 second step follows a plan. If the first three steps of a plan exceed the budget, it is corrected. Its 11th to 13th steps are
 timed, since the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). The handle corrects the
-planner's model with their peak and shortest time, and plans once more. It compares later steps that are powers of two with the
-prediction. All processes do so in the same steps, since they exchange their readings. A forward whose input is larger than
-planned offloads everything. A single process measures the model again in that forward; several processes do so in the next
-compared step.
+planner's model with their peak and shortest time, and plans again, as long as new plans are faster. It then follows the fastest
+plan, and compares its steps that are powers of two with the prediction. All processes do so in the same steps, since they
+exchange their readings. A forward whose input is larger than planned offloads everything. A single process measures the model
+again in that forward; several processes do so in the next compared step.
 """
 
 import contextlib
@@ -56,6 +56,8 @@ _SETTLED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED = 3
 """Number of timed steps, of which `_SETTLED` is the last. Only the shortest counts, since the CPU may delay the others."""
+_ROUNDS = 3
+"""Maximum number of times that a plan is replaced to correct it."""
 _FASTER = 0.005
 """Fraction of a step by which a plan must be predicted to be faster to replace another plan that fits the budget."""
 _ALIKE = 0.9
@@ -79,6 +81,8 @@ class BudgetOffload(ModelOffload):
         self._shared: dict[tuple[int, str], bool] = {}
         """Results of `_shares_offloaded` for the plan, by layer and tag."""
         self._gradient_bytes: dict[int, int] = {}
+        self._fastest: BudgetPlan | None = None
+        """Fastest plan so far that fits the budget."""
         self._trial: Trial | None = None
         self._meter: PeakMeter | None = None
         self._step = self._planned_at = self._corrections = 0
@@ -282,9 +286,7 @@ class BudgetOffload(ModelOffload):
             planned.peak_bytes, planned.step_s = planner.fit(planned.plan, reading)
         elif is_above:
             planner.fit(planned.plan, reading._replace(step_s=0.0))
-        # Replace a plan within the budget at most once. Otherwise two plans with different errors would alternate.
-        if is_above or (age == _SETTLED and not self._corrections):
-            self._corrections += 1
+        if is_above or (age == _SETTLED and not planned.is_best_effort):
             self._plan_again(planned, planner, reading.peak_bytes)
 
     def _plan(self, reading: StepReading) -> None:
@@ -308,33 +310,47 @@ class BudgetOffload(ModelOffload):
         )
         planner.fit(make_first_plan(merged, self.config.min_offloaded_bytes), reading)
         planned = ask_first(planner.solve)
-        self._measures, self._tried_numel, self._corrections = False, numel, 0
+        self._measures, self._tried_numel, self._corrections, self._fastest = False, numel, 0, None
         if isinstance(planned, BudgetError):
             if self.planned is None:
                 self.close()
                 raise planned
             logger.warning("%s offloads all its activations, since an input is larger than planned: %s", self.name, planned)
             return
-        self.planned, self._planned_at, self._planned_numel, self._times_s = planned, self._step, numel, []
-        self._shared.clear()
+        self._planned_numel = numel
         self._policy = planner.policy
         engine.set_policy(self._policy)
+        self._follow(planned)
+
+    def _follow(self, planned: BudgetPlan) -> None:
+        self.planned, self._planned_at, self._times_s = planned, self._step, []
+        self._shared.clear()
         logger.info("%s", self.explain())
 
     def _plan_again(self, planned: BudgetPlan, planner: Planner, peak_bytes: int) -> None:
         """Replace `planned` if its measured peak exceeds the budget, or if another plan is faster."""
-        found, is_above = ask_first(planner.solve), peak_bytes > self._budget_bytes
+        is_above, fastest = peak_bytes > self._budget_bytes, self._fastest
+        if is_above:
+            self._fastest = None if fastest is planned else fastest
+        elif fastest is not None and fastest.step_s < planned.step_s:
+            self._corrections = _ROUNDS
+            logger.info("%s returns to its previous plan, which was faster:", self.name)
+            self._follow(fastest)
+            return
+        else:
+            self._fastest = planned
+            if self._corrections >= _ROUNDS:
+                return
+        self._corrections += 1
+        found = ask_first(planner.solve)
         if isinstance(found, BudgetError):
             planned.is_best_effort = is_above
             if is_above:
                 logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
-            return
-        if is_above or found.step_s < (1 - _FASTER) * planned.step_s:
+        elif is_above or found.step_s < (1 - _FASTER) * planned.step_s:
             why = "exceeded the budget" if is_above else "can follow a faster plan"
             logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
-            self.planned, self._planned_at, self._times_s = found, self._step, []
-            self._shared.clear()
-            logger.info("%s", self.explain())
+            self._follow(found)
 
     def _derive_policy(self, lane: Lane) -> None:
         """Derive the policy until there is a plan. Later steps use the plan's policy."""

@@ -18,9 +18,9 @@ from fgoffload.transfer_config import TransferConfig
 from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
-_HEADROOM = 0.005
+_HEADROOM = 0.0075
 """Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
-docs/results/huggingface.md, a plan for 26 GiB had a peak of up to 26.05 GiB."""
+docs/results/huggingface.md, a plan for 16 GiB had a peak of up to 16.03 GiB."""
 _SAFETY = 1.05
 """Safety factor on the smallest plan's predicted peak in the budget that an error suggests. The first prediction counts the
 memory of the loss as static, and was up to 4% too small."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fgoffload.engine import Group, Lane, OffloadEngine, Saving, is_inert
+from fgoffload.engine.geometry import get_view
 from fgoffload.engine.handles import Handle, Packed, WrappedHandle, keep_tensor
 from fgoffload.engine.identity import get_key
 from fgoffload.engine.region import is_in_backward, mark_end, mark_start
@@ -111,10 +112,13 @@ class SizedSaving(UncompiledSaving):
     ends only when the next op saves a tensor, which autograd numbers differently. By then, the op that filled the group has
     returned, and its kernel is queued on a stream that the copy waits for.
 
+    If that op saved a strided slice of a storage, the group ends one op later. A gated MLP saves the halves of one storage in
+    consecutive ops, and each group with a half would copy the whole storage.
+
     A group is full at `group_bytes`. If `layer` is None, the layer of each group is its position in the lane.
     """
 
-    __slots__ = ("_group_bytes", "_layer", "_number", "_seen", "_size_bytes", "_tag")
+    __slots__ = ("_group_bytes", "_has_slice", "_layer", "_number", "_seen", "_size_bytes", "_tag")
 
     def __init__(self, engine: OffloadEngine, lane: Lane, *, tag: str, layer: int | None, group_bytes: int) -> None:
         super().__init__(engine, lane, None)
@@ -123,6 +127,8 @@ class SizedSaving(UncompiledSaving):
         self._group_bytes = group_bytes
         self._number = 0
         """Autograd's sequence number at the last save."""
+        self._has_slice = False
+        """Whether the last op saved a strided slice of a storage that the group did not have."""
         self._seen: set[int] = set()
         """Storages counted in `_size_bytes`."""
         self._size_bytes = 0
@@ -134,14 +140,18 @@ class SizedSaving(UncompiledSaving):
 
     def _pack(self, tensor: torch.Tensor) -> Packed:
         number, self._number = self._number, get_sequence_number()
-        if number != self._number and self._size_bytes >= self._group_bytes:
-            self.close_group()
+        if number != self._number:
+            if self._size_bytes >= self._group_bytes and not self._has_slice:
+                self.close_group()
+            self._has_slice = False
         if self.group is None:
             self.open_group()
         handle = Saving.__call__(self, tensor)  # not `super()`, which would disable the compiler a second time
         if isinstance(handle, (Handle, WrappedHandle)) and (key := get_key(tensor)) not in self._seen:
             self._seen.add(key)
             self._size_bytes += tensor.numel() * tensor.element_size()
+            view = get_view(tensor)
+            self._has_slice |= not view.covers(view)
         return handle
 
     def open_group(self) -> Group:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import fgoffload
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.budget import handle as budget_handle
-from fgoffload.integrations.budget.plans import Planner, StepReading
+from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading
 from fgoffload.integrations.budget.trial import Measured, MeasuredBlock
 from fgoffload.integrations.pytorch.forward import has_hooks
 from fgoffload.plan import Action, OffloadPlan, Site
@@ -137,6 +137,28 @@ def test_groups_are_reloaded_while_backward_is_in_kept_layers():
     model.layers[0].register_forward_hook(note_reloads)
     model(make_inputs() * 1.0).backward()
     assert found == [True]
+
+
+def test_plans_are_replaced_until_the_next_one_is_slower(monkeypatch):
+    plans = [OffloadPlan(actions={Site(chunk=0, layer=layer, tag="mlp"): Action.OFFLOAD}) for layer in range(3)]
+    measured_s, waiting = [3.0, 2.0, 2.5], iter(plans)
+
+    def solve(planner):
+        return BudgetPlan(plan=next(waiting), peak_bytes=1 << 20, step_s=1.0, blocks=planner._blocks)
+
+    def fit(planner, plan, reading):
+        return 1 << 20, measured_s[plans.index(plan)] if plan in plans else 0.0
+
+    monkeypatch.setattr(Planner, "solve", solve)
+    monkeypatch.setattr(Planner, "fit", fit)
+    model = make_net()
+    handle = fgoffload.offload(model, memory="1GiB", config=ALL)
+    found = []
+    for _ in range(60):
+        model(make_inputs() * 1.0).backward()
+        if handle.planned is not None and (not found or found[-1] is not handle.planned.plan):
+            found.append(handle.planned.plan)
+    assert found == [*plans, plans[1]]
 
 
 def test_a_plan_counts_the_cpu_time_of_each_offloaded_group_and_tensor():

@@ -66,6 +66,18 @@ def test_groups_are_offloaded_when_they_reach_group_bytes():
     block.close()
 
 
+def test_halves_of_a_storage_saved_by_consecutive_ops_are_in_one_group():
+    x = make_inputs().requires_grad_()
+    block = make_block(group_bytes=1)
+    with block:
+        both = x * 2
+        gate, up = both.chunk(2, dim=-1)
+        output = torch.nn.functional.silu(gate) * up  # saves `gate`, then `up` and the output of silu
+    assert block.stats().d2h_bytes == both.nbytes + output.nbytes  # two groups would copy `both` twice
+    output.sum().backward()
+    block.close()
+
+
 def test_groups_are_prefetched_before_backward_uses_them():
     x = make_inputs().requires_grad_()
     block = make_block(group_bytes=ROW_BYTES)
