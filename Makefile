@@ -31,8 +31,8 @@ train: $(STAMP)  ## Train with and without offload: DATA=text.txt ARGUMENTS=argu
 	@$(BIN)/fgoffload train "$(ARGUMENTS)" $(if $(DATA),--data "$(DATA)") $(if $(STEPS),--steps "$(STEPS)")
 
 test: $(STAMP)  ## Run the fast tests on WORKERS=2 processes; tests that need a GPU are skipped without one
-	@# The tests' models are tiny: a second worker makes the tests faster, and a second thread per operator slower.
-	@# A worker that dies ends the run: pytest-xdist 3.8.0 would start another, and with --dist=loadfile wait forever.
+	@# The tests' models are tiny, so a second worker makes the tests faster, but a second thread per operator makes them slower.
+	@# If a worker dies, the run ends. Otherwise pytest-xdist 3.8.0 would restart it and, with --dist=loadfile, wait forever.
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
 
 quick: $(STAMP)  ## Run the tests of the engine, the public API, plans and one Megatron model in under a minute

@@ -2,7 +2,7 @@
 
     python .ci/pages.py    # writes the tables
 
-`make docs` loads this file as a hook of MkDocs and fails where a table is not what the code says.
+`make docs` loads this file as an MkDocs hook, and fails if a table differs from the code.
 """
 
 import ast
@@ -41,7 +41,7 @@ FLAG_VALUES = {
 
 
 def describe_fields(kind: type) -> Iterator[tuple[str, str, str]]:
-    """Yield name, meaning and default of each field of a dataclass, the meaning from its docstring."""
+    """Yield the name, meaning and default of each field of a dataclass. Meanings are from its docstring."""
     meanings = {name: " ".join(text.split()) for name, text in ARGUMENT.findall(kind.__doc__ or "")}
     for field in dataclasses.fields(kind):
         yield field.name, meanings[field.name], "" if field.default is dataclasses.MISSING else _show(field.name, field.default)
@@ -58,7 +58,7 @@ def _show(name: str, value: Any) -> str:
 
 
 def write_flags() -> Iterator[str]:
-    """Yield the rows of the flags for Megatron."""
+    """Yield the rows of the table of Megatron flags."""
     yield "| flag | meaning | default |\n|---|---|---|\n"
     for name, meaning, default in describe_fields(fgoffload.OffloadConfig):
         if name != "tags":
@@ -68,14 +68,14 @@ def write_flags() -> Iterator[str]:
 
 
 def write_transfer_config() -> Iterator[str]:
-    """Yield the rows of the fields of `TransferConfig`."""
+    """Yield the rows of the table of `TransferConfig` fields."""
     yield "| field | meaning | default |\n|---|---|---|\n"
     for name, meaning, default in describe_fields(fgoffload.TransferConfig):
         yield f"| `{name}` | {meaning} | {default} |\n"
 
 
 def write_tag_stats() -> Iterator[str]:
-    """Yield the rows of the numbers of a tag; read, not imported, since the engine needs torch."""
+    """Yield the rows of the table of `TagStats` fields. Parses the file, since importing the engine needs torch."""
     tree = ast.parse((ROOT / "fgoffload" / "engine" / "stats.py").read_text(encoding="utf-8"))
     (kind,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TagStats")
     yield "| field of a tag | meaning |\n|---|---|\n"
@@ -101,7 +101,7 @@ def write_hardware() -> Iterator[str]:
 
 
 def write_commands() -> Iterator[str]:
-    """Yield a section for each command: its help."""
+    """Yield a section with the help text of each command."""
     with unittest.mock.patch.dict(os.environ, COLUMNS="80"):
         helps = format_helps()
     for command in COMMANDS:
@@ -118,18 +118,18 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
 
 
 def generate(text: str) -> str:
-    """Return a page with its generated parts written anew."""
+    """Return a page with regenerated tables."""
     return GENERATED.sub(lambda found: f"{found[1]}{''.join(TABLES[found[2]]())}{found[3]}", text)
 
 
 def find_stale() -> dict[Path, str]:
-    """Return by page what it should be, where it is something else."""
+    """Return the expected text of each page that is out of date."""
     pages = {path: path.read_text(encoding="utf-8") for path in REFERENCE.glob("*.md")}
     return {path: wanted for path, text in pages.items() if (wanted := generate(text)) != text}
 
 
 def on_pre_build(config: "MkDocsConfig") -> None:
-    """Refuse pages whose tables are not what the code says."""
+    """Raise an error if the tables of a page differ from the code."""
     from mkdocs.exceptions import PluginError
 
     if stale := find_stale():
@@ -137,7 +137,7 @@ def on_pre_build(config: "MkDocsConfig") -> None:
 
 
 def on_files(files: "Files", config: "MkDocsConfig") -> None:
-    """Add the pictures, which lie beside the folder of pages."""
+    """Add the images, which are outside the docs folder."""
     from mkdocs.structure.files import File
 
     for path in sorted((ROOT / "images").iterdir()):
@@ -145,10 +145,10 @@ def on_files(files: "Files", config: "MkDocsConfig") -> None:
 
 
 def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files: "Files") -> str:
-    """Let links that leave the folder of pages or name a folder, lead to the pictures or to the repository."""
+    """Redirect links to images, and links to files outside docs or to folders, which the site lacks."""
     folder = posixpath.dirname(f"docs/{page.file.src_uri}")
 
-    def lead(found: re.Match[str]) -> str:
+    def redirect(found: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(folder, found[2]))
         if "://" in found[2] or (target.startswith("docs/") and not (ROOT / target).is_dir()):
             return found[0]
@@ -156,7 +156,7 @@ def on_page_markdown(markdown: str, page: "Page", config: "MkDocsConfig", files:
             return f"{found[1]}{posixpath.relpath(f'docs/{target}', folder)}{found[4]}"
         return f"{found[1]}{config.repo_url}/blob/main/{target}{found[3] or ''}{found[4]}"
 
-    return LINK.sub(lead, markdown)
+    return LINK.sub(redirect, markdown)
 
 
 if __name__ == "__main__":

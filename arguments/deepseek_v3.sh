@@ -4,7 +4,7 @@
 #          671 billion parameters, 37 billion active, and 11.6 billion in a layer of multi-token prediction.
 # Model:   config.json of deepseek-ai/DeepSeek-V3, and the technical report, arXiv 2412.19437, for the sequence-wise balancing loss.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/deepseek-v3/run_deepseek_v3_h100.sh: TP 2, PP 8, VP 4, EP 64, microbatch 1 and
-#          8192 sequences per step on 128 nodes of 8 H100. The source uses FP8, recomputes mla_up_proj and mlp, and overlaps the
+#          8192 sequences per step on 128 nodes of 8 H100s. The source uses FP8, recomputes mla_up_proj and mlp, and overlaps the
 #          experts' communication. This file uses bf16, and a plan decides what to recompute.
 # See:     fgoffload plan deepseek_v3 --gpu h100 --offload-memory-budget 76GiB
 #

@@ -8,7 +8,7 @@
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/gpt_oss/h100/gpt_oss.py,
 #          gpt_oss_120b_pretrain_64gpu_h100_bf16_config, and
 #          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences per step on 64
-#          H100. The source recomputes layernorm and moe_act; here a plan decides what to recompute.
+#          H100s. The source recomputes layernorm and moe_act; here a plan decides what to recompute.
 # See:     fgoffload plan gpt_oss_120b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...

@@ -4,7 +4,7 @@
 #          1.03 trillion parameters, 32.9 billion active; the report, arXiv 2507.20534, has 1.04 and 32.6.
 # Model:   config.json of moonshotai/Kimi-K2-Instruct.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/kimi/h100/kimi_k2.py, kimi_k2_pretrain_1024gpu_h100_bf16_config:
-#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100. The source recomputes mla_up_proj and
+#          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100s. The source recomputes mla_up_proj and
 #          mlp; here a plan decides what to recompute.
 # See:     fgoffload plan kimi_k2 --gpu h100 --offload-memory-budget 76GiB
 #

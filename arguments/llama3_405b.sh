@@ -2,7 +2,7 @@
 #
 # Size:    126 layers, hidden 16384, 128 heads in 8 groups, MLP of width 53248. 405.9 billion parameters.
 # Model:   config.json of meta-llama/Llama-3.1-405B.
-# Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100, 1024 H100: TP 8, PP 8, VP 8, CP 2, microbatch 1 and 1536
+# Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100, 1024 H100s: TP 8, PP 8, VP 8, CP 2, microbatch 1 and 1536
 #          sequences per step. Embedding and loss count as one layer each: 128 layers for 64 stages.
 # See:     fgoffload plan llama3_405b --gpu h100 --offload-memory-budget 76GiB
 #

@@ -3,7 +3,7 @@
 # Size:    80 layers, hidden 8192, 64 heads in 8 groups, MLP of width 28672. 70.6 billion parameters.
 # Model:   config.json of meta-llama/Meta-Llama-3-70B.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100/llama3.py, llama3_70b_pretrain_64gpu_h100_bf16_config:
-#          TP 4, PP 4, VP 5, CP 2, microbatch 1 and 256 sequences per step on 64 H100.
+#          TP 4, PP 4, VP 5, CP 2, microbatch 1 and 256 sequences per step on 64 H100s.
 # See:     fgoffload plan llama3_70b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...

@@ -3,7 +3,7 @@
 # Size:    32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336. 8.03 billion parameters.
 # Model:   config.json of meta-llama/Meta-Llama-3-8B.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/llama/h100/llama3.py, llama3_8b_pretrain_8gpu_h100_bf16_config:
-#          CP 2, microbatch 1 and 128 sequences per step on 8 H100.
+#          CP 2, microbatch 1 and 128 sequences per step on 8 H100s.
 # See:     fgoffload plan llama3_8b --gpu h100 --offload-memory-budget 60GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...

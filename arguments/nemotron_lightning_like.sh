@@ -6,7 +6,7 @@
 # Purpose: tests this recipe: offload expert_fc1 after the next graph's launch, recompute moe_act and layernorm, capture attention.
 # Needs:   one GPU of 80 GB, and Transformer Engine.
 # See:     fgoffload train nemotron_lightning_like --steps 6
-# Source:  Megatron Bridge 0.6.2, recipe for 16 H100.
+# Source:  Megatron Bridge 0.6.2, recipe for 16 H100s.
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -4,7 +4,7 @@
 #          235 billion parameters, 22 billion active.
 # Model:   config.json of Qwen/Qwen3-235B-A22B.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/qwen3/run_h100_235b.sh and model_configs/benchmarking/Qwen3-235B-A22B.yaml:
-#          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences per step on 32 nodes of 8 H100. Embedding and loss count as one
+#          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences per step on 32 nodes of 8 H100s. Embedding and loss count as one
 #          layer each: 96 layers for 32 stages. The source recomputes moe_act and layernorm and overlaps the experts'
 #          communication; here a plan decides what to recompute. 1187 is a prime factor of the vocabulary size, so the
 #          vocabulary needs no padding.

@@ -15,21 +15,21 @@ WIDTH, HEADS, LAYERS, BATCH, LENGTH = 256, 4, 4, 2, 512  # hidden states of 1 Mi
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention, from `[b, s, h]` to `[b, s, h]`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[b, s, h]` for `[b, s, h]`."""
+        """Return the attention output."""
         q, k, v = self.qkv(hidden).view(BATCH, LENGTH, 3, HEADS, WIDTH // HEADS).permute(2, 0, 3, 1, 4)
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(BATCH, LENGTH, WIDTH))
 
 
 class Layer(nn.Module):
-    """A transformer layer."""
+    """A transformer layer, from `[b, s, h]` to `[b, s, h]`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Layer(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[b, s, h]` for `[b, s, h]`."""
+        """Return the layer's output."""
         hidden = hidden + self.attn(self.norm1(hidden))
         return hidden + self.mlp(self.norm2(hidden))
 
@@ -63,8 +63,8 @@ def main() -> None:
         found = get_gradients(model, batch)
         stats = handle.stats()
     print(f"gradients bitwise identical: {all(map(torch.equal, expected, found))}")
-    for tag, moved in stats.tags.items():
-        print(f"{tag}: {format_bytes(moved.d2h_bytes)} to the host, {moved.groups} groups")
+    for tag, tag_stats in stats.tags.items():
+        print(f"{tag}: {format_bytes(tag_stats.d2h_bytes)} to the host, {tag_stats.groups} groups")
 
 
 if __name__ == "__main__":

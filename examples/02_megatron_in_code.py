@@ -2,8 +2,8 @@
 
     python examples/02_megatron_in_code.py
 
-Expected output: the losses of three steps, then a line per tag with the bytes of the last step. The script trains the model of
-`arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
+Expected output: the losses of three steps, then one line per tag with the bytes of the last step. The script trains the model
+of `arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ def main() -> None:
         for _ in range(3):
             result = trainer.run_step()
             print(f"step {result.step + 1}: loss {statistics.fmean(result.losses):.4f}")
-        for tag, moved in trainer.integration.last_step.tags.items():
-            print(f"{tag}: {format_bytes(moved.d2h_bytes)} offloaded, {format_bytes(moved.h2d_bytes)} reloaded")
+        for tag, tag_stats in trainer.integration.last_step.tags.items():
+            print(f"{tag}: {format_bytes(tag_stats.d2h_bytes)} offloaded, {format_bytes(tag_stats.h2d_bytes)} reloaded")
     destroy_parallel()
 
 

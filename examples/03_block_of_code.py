@@ -2,8 +2,8 @@
 
     python examples/03_block_of_code.py
 
-Expected output: three losses that are equal with and without offload, then the offloaded bytes, and finally 0 B of host memory
-in use.
+Expected output: three losses that are bitwise identical with and without offload, then the offloaded bytes, and finally 0 B of
+host memory in use.
 """
 
 import torch
@@ -14,7 +14,7 @@ from fgoffload.units import format_bytes
 
 
 def main() -> None:
-    """Train two copies of a model, one in a block."""
+    """Train two copies of a model, one of them in a block."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses: dict[bool, list[float]] = {}
     # Create the block once, since pinning host memory takes longer than a step.

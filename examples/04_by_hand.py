@@ -2,7 +2,8 @@
 
     python examples/04_by_hand.py
 
-Expected output: the offloaded bytes of the region. Then one tensor is on the host, and is bitwise identical after its reload.
+Expected output: the bytes that the region offloads, then two checks: a tensor is on the host, and its reload is bitwise
+identical.
 """
 
 import torch
@@ -13,14 +14,14 @@ from fgoffload.units import format_bytes
 
 
 class Model(nn.Module):
-    """A network with a region in the middle. Without `fgoffload.offload` the region does nothing."""
+    """A network with a region in the middle. Without `fgoffload.offload`, the region has no effect."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(512, 512), nn.Linear(512, 512)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return `[n, h]` for `[n, h]`."""
+        """Map `[n, h]` to `[n, h]`."""
         hidden = self.first(hidden)
         with fgoffload.region(hidden, "middle") as region:
             output = torch.nn.functional.gelu(hidden).exp()
@@ -35,13 +36,13 @@ def main() -> None:
     model, batch = Model().to(device), torch.randn(1024, 512, device=device)
     with fgoffload.offload(model) as handle:
         model(batch).mean().backward()
-        moved = handle.stats().tags["middle"]
-        print(f"the region offloaded {format_bytes(moved.d2h_bytes)} of {moved.saved_tensors} saved tensors")
+        tag_stats = handle.stats().tags["middle"]
+        print(f"the region offloaded {format_bytes(tag_stats.d2h_bytes)} of {tag_stats.saved_tensors} saved tensors")
 
         tensor = batch.sin()
         expected = tensor.clone()
         offloaded = handle.offload_tensor(tensor)
-        del tensor  # now only the running copy references the device memory
+        del tensor  # the copy in flight now holds the last reference to the device memory
         if device == "cuda":
             torch.cuda.synchronize()
         print(f"on the host: {offloaded.is_on_host}")

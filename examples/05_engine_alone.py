@@ -1,9 +1,9 @@
-"""The engine alone, for authors of integrations: sites, lanes and marks in a small network.
+"""The engine alone, for authors of integrations: sites, lanes and regions in a small network.
 
     python examples/05_engine_alone.py
 
-Expected output: three lines. The gradients are bitwise identical. The engine offloaded eight storages of 1 MiB, and either
-reloaded each of them or cancelled its offload. No host memory is in use at the end.
+Expected output: three lines. The gradients are bitwise identical. The engine offloads eight storages of 1 MiB, and then reloads
+each storage or cancels its offload. At the end, no host memory is in use.
 """
 
 import torch
@@ -48,11 +48,11 @@ def main() -> None:
     run_forward(weights, inputs, engine).backward()
     are_equal = all(torch.equal(weight.grad, other) for weight, other in zip(weights, expected, strict=True))
 
-    moved = engine.finish_step().tags["layer"]
+    tag_stats = engine.finish_step().tags["layer"]
     print(f"gradients bitwise identical: {are_equal}")
     print(
-        f"offloaded {format_bytes(moved.d2h_bytes)}, reloaded {format_bytes(moved.h2d_bytes)}, "
-        f"cancelled {format_bytes(moved.recalled_bytes)}"
+        f"offloaded {format_bytes(tag_stats.d2h_bytes)}, reloaded {format_bytes(tag_stats.h2d_bytes)}, "
+        f"cancelled {format_bytes(tag_stats.recalled_bytes)}"
     )
     print(f"host memory in use: {format_bytes(engine.arena.used_bytes)}")
     engine.close()

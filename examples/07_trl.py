@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer`: its own option `activation_offloading=True`, with the engine of fgoffload.
+"""TRL's `SFTTrainer`: its own option `activation_offloading=True`, with fgoffload's engine.
 
     python examples/07_trl.py
 

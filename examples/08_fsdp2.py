@@ -34,6 +34,6 @@ def compute_gradients() -> list[torch.Tensor]:
 expected = compute_gradients()
 for enable_ckpt in (False, True):
     with enable_activation_offloading(model, "fsdp2", enable_ckpt) as handle:
-        same, moved = all(map(torch.equal, expected, compute_gradients())), format_bytes(handle.stats().d2h_bytes)
-    print(f"checkpoints {enable_ckpt}: bitwise identical {same}, {moved} to the host")
+        is_identical, offloaded = all(map(torch.equal, expected, compute_gradients())), format_bytes(handle.stats().d2h_bytes)
+    print(f"checkpoints {enable_ckpt}: bitwise identical {is_identical}, {offloaded} to the host")
 dist.destroy_process_group()

@@ -68,7 +68,7 @@ class OurChain(PlainChain):
         for site in self.sites:
             region = self.engine.find_region(site, lane)
             if region is None:
-                raise RuntimeError("the region is inert, so nothing would be measured")
+                raise RuntimeError("the region is inactive, so nothing would be measured")
             region.enter(h)
             with region.saving():
                 h = h.sin()
@@ -91,7 +91,7 @@ class MegatronChain(PlainChain):
         super().__init__(regions)
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 
-        if not torch.distributed.is_initialized():  # its summary after the first step is reduced over ranks
+        if not torch.distributed.is_initialized():  # the engine reduces a summary over ranks after the first step
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.interface = module.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()

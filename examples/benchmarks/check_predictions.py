@@ -2,7 +2,7 @@
 
     python examples/benchmarks/check_predictions.py --out predictions [--minutes 8] [--steps 4] [ARGUMENTS.sh ...]
 
-Predictions are made from the hardware table and from a profile. The script runs `fgoffload bench ... --profile` on one model
+The script predicts once from the hardware table and once from a profile. It runs `fgoffload bench ... --profile` on one model
 after another: by default the reference workload, a model with latent attention and a dense model. Each model gets an equal
 share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB and
 Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def relative_error(self) -> float:
-        """The larger of both errors relative to its limit. Above 1 if an error exceeds its limit."""
+        """The larger of the two errors, each divided by its limit. Above 1 if an error exceeds its limit."""
         return max(abs(error) / LIMITS[self.source][name] for name, error in self.errors.items())
 
 
@@ -157,7 +157,7 @@ def read_run(folder: Path) -> tuple[list[Comparison], list[str]]:
 
 
 def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
-    """Return the cells of each setting of each model under `HEADINGS`, the worst first."""
+    """Return the cells of each setting of each model under `HEADINGS`, with the worst first."""
     found: dict[tuple[str, str], dict[Source, Comparison]] = {}
     for one in comparisons:
         found.setdefault((one.model, one.setting), {})[one.source] = one

@@ -3,12 +3,12 @@
     python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
 
 The script times two kinds of CPU work without copies, and during continuous copies of 256 MiB: to the host, to the device, and
-in both directions. Look-ups of objects in random order miss the caches, so other memory traffic slows them down. A view of a
-small tensor needs only the caches. A kernel launch is between the two. The CPU only queues the copies in advance, and the
-device's copy engines execute them.
+in both directions. Lookups of objects in random order miss the caches, so other memory traffic slows them down. A view of a
+small tensor needs only the caches. A kernel launch is between these extremes. The CPU only queues the copies in advance, and
+the device's copy engines execute them.
 
-Expected output: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per look-up and
-per view, and the GB/s of the copies in each direction.
+Expected output: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per lookup and per
+view, and the GB/s of the copies in each direction.
 """
 
 import argparse
@@ -32,14 +32,14 @@ SLABS = 4
 OBJECTS = 400_000
 """Number of objects. Their total of over 40 MB exceeds the private caches of a core."""
 LOOKUPS, VIEWS = 60_000, 3_000
-"""Look-ups and views per clock reading. They take about ten milliseconds."""
+"""Lookups and views per clock reading. They take about ten milliseconds."""
 MAX_SECONDS = 1
 """Maximum of `--seconds`. The copies of a longer measurement would fill the driver's queue and block the host."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
     ("none", ()),
     ("to the host", (True,)),
     ("to the device", (False,)),
-    ("both ways", (True, False)),
+    ("both directions", (True, False)),
 )
 """Name of each kind of traffic, and whether each of its directions is to the host."""
 
@@ -55,7 +55,7 @@ class HostWork:
         self._tensor = torch.zeros(8)
 
     def measure(self) -> tuple[float, float]:
-        """Return the seconds per look-up and per view."""
+        """Return the seconds per lookup and per view."""
         begin = time.perf_counter()
         total = 0.0
         for index in self._order:
@@ -99,7 +99,7 @@ class Copies:
 def measure_during(
     device: Device, copies: Copies, work: HostWork, directions: Sequence[bool], seconds: float
 ) -> tuple[float, float, list[float]]:
-    """Return the seconds per look-up and per view during copies, and the bytes per second in each direction."""
+    """Return the seconds per lookup and per view during copies, and the bytes per second in each direction."""
     # At 60 GB/s, a copy takes 4.5 ms. Queue 1.5 times as many as fit into `seconds`, so that copies outlast the work.
     count = max(1, round(1.5 * seconds / 4.5e-3))
     events = [device.record_event(device.current_stream())]
@@ -138,7 +138,7 @@ def main() -> int:
     copies.close()
     console = Console()
     console.print(f"pinning host memory: {copies.pinning_s_per_gib:.2f} s per GiB", highlight=False)
-    table = Table("copies", "ns per look-up", "ns per view", "GB/s")
+    table = Table("copies", "ns per lookup", "ns per view", "GB/s")
     for name, rows in measured.items():
         rates = " ".join(f"{statistics.median(each) / 1e9:.1f}" for each in zip(*(row[2] for row in rows), strict=True))
         cells = (f"{1e9 * statistics.median(row[column] for row in rows):.0f}" for column in (0, 1))

@@ -1,7 +1,8 @@
-"""Measures the energy, clock and power of a GPU over a period. For scripts in this folder.
+"""Measures the energy, clock and power of a GPU over a period, for other scripts in this folder.
 
-The meter reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`). Its process need not use the
-GPU. The energy counter of a GPU updates only every few dozen milliseconds, so measure at least a second of work at a time.
+The meter reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`). The GPU may be in use by
+another process. The energy counter of a GPU updates only every few dozen milliseconds, so measure at least a second of work at
+a time.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ class Reading:
 class Energy:
     """Summary of several readings of the same work."""
 
-    joules_a_step: float
+    joules_per_step: float
     clock_mhz: float
     watts: float
     capped_part: float
@@ -41,7 +42,7 @@ class Energy:
 
 
 class EnergyMeter:
-    """Reads the first GPU in `CUDA_VISIBLE_DEVICES`. Leaving its context closes the library.
+    """Meter of the first GPU in `CUDA_VISIBLE_DEVICES`. Used as a context manager, it closes the library at the end.
 
     Raises:
         ConfigError: The library is not installed, the GPU does not exist, or it does not count its energy.

@@ -3,21 +3,21 @@
 #
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [other options of fgoffload bench, or Megatron's flags]
 #
-# The script measures a profile, from which it plans for four memory budgets. It then measures recompute, fgoffload with modules
-# and with these plans, the offload of Transformer Engine and of PyTorch, and Megatron-Core's own engine in a separate process.
-# The whole list runs twice. Options after the command override those in the script: `--repeats 3` adds intervals.
+# The script measures a profile and makes plans from it for four memory budgets. It then measures recompute, fgoffload with
+# selected modules and with these plans, the offload of Transformer Engine and of PyTorch, and Megatron-Core's own engine in a
+# separate process. All settings run twice. Options after the command override those in the script: `--repeats 3` adds intervals.
 #
 # The script changes to the repository's root, so paths and --out (by default bench_w2_moe) are relative to the root. It sets two
-# variables: the first as in Megatron's launch scripts; with the second, Transformer Engine multiplies all experts of a layer in
-# one launch, which saves most of the host's launches.
+# variables. Megatron's launch scripts also set the first one. With the second one, Transformer Engine runs the linears of all
+# experts of a layer in one launch, which avoids most kernel launches.
 #
 # Needs one idle GPU with 80 GB or more from the hardware table, such as an H100 or H200; Transformer Engine; and matplotlib for
 # the plot. Takes about twenty minutes.
 #
 # Expected output: the progress of each setting, then a table of all settings with p20 and p80 of their steps, the step time
-# over baseline in each repeat, memory and predictions. For each budget, it shows the fastest setting of each system. The folder
-# contains the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with peak memory against
-# step time. docs/results/megatron.md shows our results.
+# over baseline in each repeat, memory and predictions. For each budget, it shows the fastest setting of each system. The --out
+# folder contains the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with peak
+# memory against step time. docs/results/megatron.md shows our results.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

@@ -66,7 +66,7 @@ class Clock:
         self._inside = ""
 
     def wrap(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Return `original` with its time counted as `name`."""
+        """Wrap `original` to add its time to the sum for `name`."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Clock:
         return call
 
     def wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the waiting function `original`, with its time counted as a wait of the enclosing call."""
+        """Wrap the blocking function `original` to add its time to the waits of the enclosing call."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -175,7 +175,7 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps} is below 1.")
-    # As in Megatron's launch scripts.
+    # Megatron's launch scripts set the same value.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 120)

@@ -10,11 +10,11 @@ only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activ
 
 Expected output: a row for each setting with the median step, its ratio to the first setting, the allocator's peak, the bytes
 offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first setting's.
-`over link` is the step time relative to its lower bound, the sum over forward and backward of the larger of two times: that of
-the first setting, and that of the copies at the link rate of the same run. `--budgets` adds settings with a memory budget,
-shows the prediction of each plan, and prints the plans. A plan settles after 15 to 70 steps. If a
-setting fails, its row shows the error. The script prints all rows a second time at the end. It writes them to `--out`, or else
-to a file in the folder `$OUT` if that is set.
+`over link` is the step time divided by a lower bound, which is the sum of a bound for forward and a bound for backward. Each is
+the larger of two times: that pass in the first setting, and its copies at the link rate of the same run. `--budgets` adds
+settings with a memory budget, shows the prediction of each plan, and prints the plans. A plan settles after 15 to 70 steps. If
+a setting fails, its row shows the error. The script prints all rows a second time at the end. It writes them to `--out`, or
+else to a file in the folder `$OUT` if that is set.
 """
 
 import argparse
@@ -111,7 +111,7 @@ HEADER = f"{'setting':32s}  step ms  ratio predicted  peak GiB predicted offload
 
 @dataclasses.dataclass(slots=True)
 class Baseline:
-    """Result of the first setting, with which the others are compared."""
+    """Result of the first setting, with which all later settings are compared."""
 
     step_s: float
     forward_s: float
@@ -259,7 +259,7 @@ def measure(
         row.digest = find_digest(model, tokens)
         if baseline is None:
             baseline = Baseline(step_s=step_s, forward_s=measure_forward(model, tokens), digest=row.digest)
-            # Repeat it, to check that the baseline itself is reproducible.
+            # Compute the digest twice, to check that the baseline itself is reproducible.
             row.digest = find_digest(model, tokens)
     forward_s = baseline.forward_s * options.microbatches
     bound_s = max(forward_s, moved[0] / rates[0]) + max(baseline.step_s - forward_s, moved[1] / rates[1])
@@ -370,7 +370,7 @@ def main() -> int:
         if options.out is not None:  # after each row, so that a stopped run keeps the earlier ones
             options.out.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1), encoding="utf-8")
         if baseline is None:
-            break  # the others cannot be compared with it
+            break  # without a baseline, the ratios of all other settings are undefined
     device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU"
     print(f"\n{options.workload} on {device}, torch {torch.__version__}, transformers {transformers.__version__}")
     print(f"link: {rates[0] / 1e9:.1f} GB/s to the host, {rates[1] / 1e9:.1f} to the device")

@@ -5,11 +5,11 @@ The device is idle while no kernel runs on any stream, between the first and las
 streams, so gaps on a single stream do not count. Copies and fills are not kernels: a device that only copies is idle.
 
 A gap is at a wait if the host returns from that wait within the gap. In that case, the host could not have launched the kernel
-that ends the gap any earlier, whether a copy or a kernel transfers the bytes that it waits for. The script also measures how
-much of such a gap the host spends inside waits. Copies that precede these bytes make that part longer. In the rest of the gap,
-the host launches kernels, including work that it had not launched before the wait.
+that ends the gap any earlier, whether a copy or a kernel transfers the awaited bytes. The script also measures how much of such
+a gap the host spends inside waits. That part grows if other copies are queued ahead of the awaited bytes. In the rest of the
+gap, the host launches kernels, including work that it had not launched before the wait.
 
-A gap is a late launch if the launch call of the kernel that ends it returned only after the gap began: the device was idle
+A gap has a late launch if the launch call of the kernel that ends it returned only after the gap began: the device was idle
 because of the host. In all other gaps, the kernel was already launched, and the device waited for an event or was slow to
 start.
 """

@@ -1,11 +1,11 @@
-"""Separates the cost of copies from the rest of offload. Runs the same steps with all copies, and without some of them.
+"""Separates the cost of copies from the rest of offload, by running the same steps with and without copies.
 
     python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
         [--warmup 2] [--out FILE] [Megatron's flags]
 
 Each setting has one model. Each round runs one step of each kind: with all copies, without copies to the host, without any
-copies, and without offload but with the plan's recompute. Every other round is reversed. The steps without copies have the same
-groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
+copies, and without offload but with the plan's recompute. Every other round runs in reverse order. The steps without copies
+have the same groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
 
 Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
 offload in the same round with its 95% interval. "no copies" shows the host time of groups. The rest is the cost of copies:
@@ -62,7 +62,7 @@ class Omission:
 
 @contextlib.contextmanager
 def omitting(integration: MegatronOffload) -> Iterator[Omission]:
-    """Omit copies of `integration` in the body, as the yielded object determines."""
+    """Omit copies of `integration` in the body, as the yielded object specifies."""
     omission, device = Omission(), integration.engine.device
     copy_bytes, find_region = device.copy_bytes, integration.find_region
 
@@ -151,7 +151,7 @@ def main() -> int:
     options, flags = parser.parse_known_args()
     if options.rounds < 1:
         parser.error(f"--rounds {options.rounds} is below 1.")
-    # As in Megatron's launch scripts.
+    # Megatron's launch scripts set the same value.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 120)

@@ -1,18 +1,18 @@
-"""Measures the cost of host waits in Megatron, with and without the remedies that fgoffload has for them.
+"""Measures the cost of host waits in Megatron, with and without fgoffload's remedies.
 
     python examples/benchmarks/measure_waits.py [ARGUMENTS.sh] [--tags core_attn attn_proj] [--steps 10] [--warmup 2]
         [--repeats 2] [--trace FOLDER] [--out FOLDER] [Megatron's flags]
 
 The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
 process trains three settings in order, with a new model each time, and repeats the whole list: "no offload", "before" (offload
-without remedies) and "after" (offload as shipped). The remedies are in `host_waits/waits.py` of the integration. Without them,
-other copies are not delayed until a wait is over, and the copy engine transfers the bytes that the host waits for. Megatron's
-flags, such as `--moe-permute-fusion`, follow the file and override it.
+without remedies) and "after" (offload as shipped). The remedies are in `host_waits/waits.py` of the integration. Without the
+remedies, the engine does not delay other copies until a wait is over, and the copy engine transfers the bytes that the host
+waits for. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
 
 Expected output: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle time
-in one step of the first repeat under torch's profiler, and the part of it at waits of the token dispatchers ([Note: Idle time]
-in `idle_time.py`). The script writes all numbers to `waits.json` in `--out` after each run, and the traces of these steps to
-`--trace`.
+in one step of the first repeat under torch's profiler, and how much of that time occurs at waits of the token dispatchers
+([Note: Idle time] in `idle_time.py`). The script writes all numbers to `waits.json` in `--out` after each run, and the traces
+of these steps to `--trace`.
 """
 
 import argparse
@@ -70,7 +70,7 @@ IDLE_HEADINGS = (
     "longest",
     "in waits",
     "idle elsewhere",
-    "longest gap of all, ended by",
+    "longest gap, and its next kernel",
 )
 
 
@@ -139,7 +139,7 @@ def disable_remedies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mark_waits() -> Iterator[None]:
-    """Put a profiler range around every method of a token dispatcher that may wait."""
+    """Put a profiler range around every method in which a token dispatcher may wait."""
     with Patches() as patches:
         held = [(wait.dispatcher, wait.method) for wait in HELD_WAITS]
         for dispatcher, method in (("MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize"), *held):
@@ -343,7 +343,7 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
 def main() -> int:
     """Measure, print and write the results."""
     options, flags = parse_options()
-    # As in Megatron's launch scripts. CUDA reads this variable when it starts.
+    # Megatron's launch scripts set the same value. CUDA reads it when it starts.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

@@ -1,4 +1,4 @@
-"""Plots the activation memory of a Llama over one step, without and with offload, for docs/how_to/huggingface.md.
+"""Plots the activation memory of a Llama over one step, with and without offload, for docs/how_to/huggingface.md.
 
     python examples/benchmarks/memory_of_a_step.py images/memory_huggingface.png
 

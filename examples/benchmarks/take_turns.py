@@ -5,10 +5,10 @@
 
 The default is `arguments/launch_bound_moe.sh`. Its launch-bound steps differ by 5 to 10% from one step to the next, and by more
 over minutes. `fgoffload bench` runs all steps of one setting before the next setting. In this script, a round runs one step of
-each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round is reversed.
-Each setting runs next to a `baseline` in the same kind of process, since Megatron-Core's engine needs an environment variable
-at start. Ratios compare steps of the same round. All processes restart in each repeat, since their placement on the machine
-also matters. All models must fit on the device at the same time.
+each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round runs in
+reverse order. Each setting runs next to a `baseline` in the same kind of process, since Megatron-Core's engine needs an
+environment variable at start. Ratios compare steps of the same round. All processes restart in each repeat, since their
+placement on the machine also matters. All models must fit on the device at the same time.
 
 A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
 it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.
@@ -177,7 +177,7 @@ def receive(worker: Worker, connection: Connection) -> Any:
 def take_turns(
     connections: Mapping[Worker, Connection], rounds: int, *, steps_a_round: int = 1, meter: EnergyMeter | None = None
 ) -> tuple[Steps, Readings]:
-    """Run `rounds` rounds, every other one reversed. Return the seconds of each step, and the energy readings."""
+    """Run `rounds` rounds, every other one in reverse order. Return the seconds of each step, and the energy readings."""
     steps: Steps = {worker: [] for worker in connections}
     readings: Readings = {worker: [] for worker in connections}
     for number in range(rounds):
@@ -249,8 +249,8 @@ def build_energy_table(energies: Mapping[Worker, Energy]) -> Table:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
     for worker, own in energies.items():
         baseline = energies[Worker(BASELINE, worker.kind)]
-        over = ABSENT if worker.setting == BASELINE else f"{own.joules_a_step / baseline.joules_a_step:.3f}"
-        cells = (f"{own.joules_a_step:.1f}", over, f"{own.clock_mhz:.0f}", f"{own.watts:.0f}", f"{own.capped_part:.0%}")
+        over = ABSENT if worker.setting == BASELINE else f"{own.joules_per_step / baseline.joules_per_step:.3f}"
+        cells = (f"{own.joules_per_step:.1f}", over, f"{own.clock_mhz:.0f}", f"{own.watts:.0f}", f"{own.capped_part:.0%}")
         table.add_row(*map(Text, (worker.name, *cells)))
     return table
 
@@ -337,7 +337,7 @@ def sum_energies(all_readings: Sequence[Readings], repeats: Sequence[Steps]) -> 
 def main() -> int:
     """Measure, print and write the results."""
     options, flags = parse_options()
-    # As in Megatron's launch scripts.
+    # Megatron's launch scripts set the same value.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

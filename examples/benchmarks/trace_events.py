@@ -17,7 +17,7 @@ def read_events(path: Path) -> list[Event]:
 
 
 def is_kernel(event: Event) -> bool:
-    """Return whether `event` is a kernel. Copies and fills of memory are not."""
+    """Return whether `event` is a kernel. Memory copies and fills are not kernels."""
     return event.get("cat") == "kernel"
 
 

@@ -16,7 +16,7 @@ NAME = "doctor"
 SUMMARY = "check your machine"
 DESCRIPTION = (
     "Checks versions, GPUs, links, copy rates, host memory, CPUs, environment variables and attention kernels for problems "
-    "that make offload slow, wrong or impossible. Each result is ok, warning, error or skipped. Problems include a fix. "
+    "that make offload slow, wrong or impossible. Each result is ok, warning, error or skipped. Each problem comes with a fix. "
     "The exit code is 1 if there is an error."
 )
 USAGE = "fgoffload doctor [--json]"

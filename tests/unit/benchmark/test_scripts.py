@@ -80,7 +80,7 @@ def test_measure_waits_writes_one_row_and_one_trace_per_setting(run, tmp_path):
 def test_copies_beside_host_prints_one_row_per_direction(run):
     replaced = {"COPY_BYTES": MIB, "find_device": lambda kind: CpuDevice()}
     code, rows, _ = run("copies_beside_host", "--seconds", "0.001", "--repeats", "2", **replaced)
-    assert (code, rows) == (0, ["none", "to the host", "to the device", "both ways"])
+    assert (code, rows) == (0, ["none", "to the host", "to the device", "both directions"])
     assert "needs a GPU" in run("copies_beside_host")[2]
 
 
