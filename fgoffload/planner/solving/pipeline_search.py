@@ -17,13 +17,11 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.local_search import LocalSearch
 from fgoffload.planner.solving.megatron_flags import MEGATRON_BASELINES, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
-from fgoffload.planner.solving.rank_search import RankSearch
+from fgoffload.planner.solving.rank_search import NEARLY_FREE, RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
 """Maximum number of retries with a smaller budget for ranks that peak higher in the pipeline than alone."""
-
-_WALKED = 1.01  # no walks for a rank if its step takes less than this many times the baseline step
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Minimum and maximum number of simulations in the walks of one rank."""
@@ -85,8 +83,8 @@ class PipelineSearch:
         Megatron's own flags. The plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
-        usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
-        usual += [] if nearest is None else [nearest.flags.make_plan(self.ranks)]
+        usual = [] if nearest is None else [nearest.flags.make_plan(self.ranks)]
+        usual += [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
         found += self._find_together(budget_bytes, usual)
@@ -149,7 +147,7 @@ class PipelineSearch:
         """Run walks with at most `layer_passes` in total, first on the ranks with the longest steps."""
         left = self._layer_passes
         steps = [(search.evaluate(search.pick(budget_bytes)).step_s, search) for search in searches]
-        walked = [(step_s, search) for step_s, search in steps if step_s > _WALKED * search.kept.step_s]
+        walked = [(step_s, search) for step_s, search in steps if step_s > NEARLY_FREE * search.kept.step_s]
         for place, (_, search) in enumerate(sorted(walked, key=lambda pair: -pair[0]), start=1):
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)

@@ -5,6 +5,7 @@ rest of the plan, so we sweep at several prices per offloaded byte. `local_searc
 """
 
 import bisect
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -17,6 +18,9 @@ from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatment
 
 _COPY_PRICES = (0.03, 0.4)  # prices that sweeps try: fractions of the time of a copy to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
+
+NEARLY_FREE = 1.01
+"""No further search for a rank once a state fits and its step takes at most this many times the baseline step."""
 
 Base = Mapping[int, Treatment]  # treatments by index of the layer
 
@@ -37,14 +41,18 @@ class RankSearch:
         self.slots = list_slots(self.rank)
         self.known: dict[object, tuple[State, RankCost]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
-        # A rank with few layers needs finer steps per layer to use its whole budget.
-        parts, numel = max(20, 80 // max(len(self.slots), 1)), rank.min_offloaded_numel
-        self.treatments: Mapping[LayerModel, Sequence[Treatment]] = {
-            layer: list_treatments(layer, min_offloaded_numel=numel, late=rank.late, parts=parts)
-            for layer in dict.fromkeys(slot.layer for slot in self.slots)
-        }
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # per simulation
         self._swept: set[int] = set()  # budgets of earlier sweeps
+
+    @functools.cached_property
+    def treatments(self) -> Mapping[LayerModel, Sequence[Treatment]]:
+        """Treatments of each kind of layer."""
+        # A rank with few layers needs finer steps per layer to use its whole budget.
+        parts, numel = max(20, 80 // max(len(self.slots), 1)), self.rank.min_offloaded_numel
+        return {
+            layer: list_treatments(layer, min_offloaded_numel=numel, late=self.rank.late, parts=parts)
+            for layer in dict.fromkeys(slot.layer for slot in self.slots)
+        }
 
     @property
     def kept(self) -> RankCost:
@@ -61,15 +69,22 @@ class RankSearch:
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Sweep, and return the best of all simulated states and `starts`. With a budget of 0, it has the lowest peak."""
+        """Simulate `starts` up to the first nearly free one, sweep if none is, and return the best of all simulated states.
+
+        With a budget of 0, the result has the lowest peak.
+        """
         # The baseline is the fastest and simplest plan if it fits.
         if self.kept.peak_bytes > budget_bytes:
-            for state in starts:
-                self.evaluate(state)
+            is_nearly_free = any(self._is_nearly_free(state, budget_bytes) for state in starts)
             if budget_bytes not in self._swept:
                 self._swept.add(budget_bytes)
-                self._sweep(budget_bytes)
+                if not is_nearly_free:
+                    self._sweep(budget_bytes)
         return self.pick(budget_bytes)
+
+    def _is_nearly_free(self, state: State, budget_bytes: int) -> bool:
+        cost = self.evaluate(state)
+        return cost.peak_bytes <= budget_bytes and cost.step_s <= NEARLY_FREE * self.kept.step_s
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
         """Return the fastest state of `others`, ranks with the same layers, that fits this rank; None if none fits."""
