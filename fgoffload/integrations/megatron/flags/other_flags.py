@@ -1,6 +1,6 @@
-"""Lists Megatron flags that no plan depends on: they do not affect memory or time, or are not modelled.
+"""Lists Megatron flags that no plan depends on: they affect neither memory nor time, or are not modelled.
 
-`other_flags.json` groups flags without effect by topic, and unmodelled flags by how they make predictions wrong. The `--no-...`
+`other_flags.json` groups flags without effect by topic, and unmodelled flags by their effect on predictions. The `--no-...`
 form of each flag is recognized too.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
@@ -28,7 +28,7 @@ def has_no_effect(flag: str) -> bool:
 
 
 def find_effect(flag: str) -> str | None:
-    """Return how the unmodelled `flag` makes predictions wrong, or None for any other flag."""
+    """Return how the unmodelled `flag` makes predictions wrong, or None for other flags."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 
