@@ -92,7 +92,7 @@ def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
         strategy = "optim_grads_params"
     if strategy == "optim_grads_params":
         logger.warning(
-            "FSDP: a plan assumes that compute hides weight gathers, so predicted times are too short on a slow network."
+            "FSDP: a plan assumes that compute hides weight all-gathers, so predicted times are too short on a slow network."
         )
     return {
         "has_fp8_weights": values.get("fp8_param_gather", False),

@@ -156,9 +156,9 @@ class FlagParser(argparse.ArgumentParser):
             rest = f"{rest}. Use {flag.partition('/')[0]} VALUE."
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
-            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
+            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove the value."
         if rest.startswith("'$"):
-            rest = "is computed from a variable that the script does not set. Set it there, or pass a number."
+            rest = "is computed from a variable that the script does not set. Set the variable, or pass a number."
         raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:

@@ -101,7 +101,7 @@ def read_model(
     Args:
         flags: Megatron-LM's flags. Later flags override earlier ones. One warning lists unknown flags, which are skipped.
         source: Source of the flags, for errors and the model's name.
-        typed: Flags from the command line. They override `flags`. Here, an unknown flag is an error.
+        typed: Flags from the command line. They override `flags`. Unknown ones are errors.
         num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum for the model and its experts.
         own_flags: Command-line flags that other code parses, included in suggestions for typos.
 

@@ -1,7 +1,6 @@
 """Lists Megatron flags that no plan depends on: they affect neither memory nor time, or are not modelled.
 
-`other_flags.json` groups flags without effect by topic, and unmodelled flags by their effect on predictions. The `--no-...`
-form of each flag is recognized too.
+`other_flags.json` groups flags without effect by topic, and unmodelled flags by their effect. `--no-...` forms are recognized.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
 torchrun's own flags; and our own offload flags.

@@ -1,7 +1,6 @@
 """Applies offload to an unmodified training script of Megatron-LM.
 
 The caller runs the script between `apply_to_script` and `remove`:
-
     own = take_own_flags(words)  # separates our flags from the script's arguments
     if own.offload is not None:
         offload = apply_to_script(own.offload, own.script_words)

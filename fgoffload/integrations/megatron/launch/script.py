@@ -86,13 +86,14 @@ def _check_spelling(script_words: Sequence[str], parser: FlagParser, script_text
 def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
     is_switched = any(flag.endswith(_SWITCH[2:]) for flag in given)
     if offload is None and given - {_BUDGET} and not is_switched:
-        flags = " ".join(sorted(given - {_BUDGET}))
+        flags = sorted(given - {_BUDGET})
+        ignored = f"{' '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect"
         if makes_trainers:
             arguments = ["['model.layers.*']"] if _MODULES in given else []
             arguments += ["config=TransferConfig(...)"] if given - {_BUDGET, _MODULES} else []
-            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback({', '.join(arguments)}) to it."
+            yield f"{ignored} on a Trainer. In the script, pass OffloadCallback({', '.join(arguments)}) to the Trainer."
         else:
-            yield f"{flags} has no effect without {_SWITCH}. Add {_SWITCH}."
+            yield f"{ignored} without {_SWITCH}. Add {_SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
         yield "--activation-offload-fraction 0 keeps all sites on the GPU. Use a fraction above 0."
 
