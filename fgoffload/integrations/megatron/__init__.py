@@ -7,8 +7,8 @@
     ...  # build the model as usual, and train
     megatron.remove(offload)
 
-Call `apply` before you create the model's `TransformerConfig`: it turns on Megatron's own offload sites in every config that is
-created afterwards. The sites that Megatron lacks need no config. They are added in the model's first forward.
+Call `apply` before you create the model's `TransformerConfig`: it enables Megatron's own offload sites in every config that is
+created later. Sites that Megatron lacks need no config. The model's first forward adds them.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _IMPORTED_LATER = {"MegatronOffload": "adapter.offload", "apply_cpu_support": "p
 
 
 def __getattr__(name: str) -> Any:
-    # This package must not import torch, because the modules that read argument files are in it and run without torch.
+    # Import torch only on demand: this package also contains the modules that read argument files, which run without torch.
     if name not in _IMPORTED_LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     require_torch()
@@ -68,7 +68,7 @@ def apply(config: OffloadConfig, *, device: "Device | None" = None) -> "Megatron
         patches = undo.enter_context(Patches())
         offload = _apply(config, patches, device)
         undo.pop_all()
-    logger.info("Activation offload is on for %s.", " ".join(offload.selected) or "no tag")
+    logger.info("Activation offload is on for %s.", " ".join(offload.selected) or "no tags")
     return offload
 
 

@@ -1,4 +1,4 @@
-"""Adds the flags of fine-grained activation offload to any `argparse` parser."""
+"""Defines the command-line flags of activation offload, for any `argparse` parser."""
 
 import argparse
 import contextlib
@@ -28,7 +28,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "metavar": "FRACTION",
         "help": "fraction of a model chunk's sites to offload, 0 to 1 (default 1.0)",
     },
-    "--offload-plan": {"metavar": "FILE", "help": "plan file to use instead of a fraction"},
+    "--offload-plan": {"metavar": "FILE", "help": "plan file, with the action for each layer"},
     "--offload-memory-budget": {"metavar": "SIZE", "help": "GPU memory budget for --offload-modules auto, such as 60GiB"},
     "--offload-host-budget": {"metavar": "SIZE", "help": "host memory limit of each rank, such as 64GiB"},
     "--offload-window": {
@@ -46,8 +46,8 @@ _FLAGS: dict[str, dict[str, Any]] = {
 def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the flags of fine-grained activation offload to `parser`, and return it.
 
-    You can pass this function to Megatron-LM as `extra_args_provider`. It skips flags that the parser already has. Pass the
-    parsed flags to `OffloadConfig.from_flags`.
+    Megatron-LM accepts this function as `extra_args_provider`. Flags that the parser already has are skipped. Pass the parsed
+    flags to `OffloadConfig.from_flags`.
     """
     group = parser.add_argument_group("fine-grained activation offload")
     for flag, options in _FLAGS.items():

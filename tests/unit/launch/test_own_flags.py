@@ -44,14 +44,14 @@ def test_flags_without_the_offload_switch_have_no_effect_and_a_warning():
     own = take_own_flags(["--offload-modules", "core_attn", "--offload-window", "1MiB", "--seed", "1"])
     assert (own.offload, own.script_words) == (None, ("--seed", "1"))
     (remark,) = own.remarks
-    assert remark.startswith("--offload-modules --offload-window has no effect without --fine-grained-activation-offloading")
+    assert remark.startswith("--offload-modules --offload-window have no effect without --fine-grained-activation-offloading")
 
 
 def test_flags_without_effect_on_a_trainer_suggest_the_callback():
     (remark,) = take_own_flags(["--offload-host-budget", "3GiB"], makes_trainers=True).remarks
     assert remark.startswith("--offload-host-budget has no effect on a Trainer. In the script, pass OffloadCallback(config=")
     (remark,) = take_own_flags(["--offload-modules", "model.layers.*"], makes_trainers=True).remarks
-    assert remark.endswith("pass OffloadCallback(['model.layers.*']) to it.")
+    assert remark.endswith("pass OffloadCallback(['model.layers.*']) to the Trainer.")
 
 
 def test_a_fraction_of_zero_causes_a_warning():

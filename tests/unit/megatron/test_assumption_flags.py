@@ -81,7 +81,7 @@ def test_flags_that_megatron_rejects_are_rejected(flags, message):
 def test_other_optimizers_are_counted_as_adam_with_a_warning(caplog):
     assert read_state("--bf16 --optimizer adam") == read_state("--bf16 --optimizer muon") == (4, 4, 8)
     assert [record.message for record in caplog.records] == [
-        "--optimizer muon: its states are unknown, so a plan counts the states of Adam."
+        "--optimizer muon: the sizes of its states are unknown, so a plan assumes those of Adam."
     ]
 
 

@@ -1,1 +1,1 @@
-"""Reads Megatron's flags without Megatron: model, ranks and offload settings."""
+"""Reads the model, the ranks and the offload settings from Megatron's flags, without importing Megatron."""

@@ -6,11 +6,11 @@
     )
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
-The flags are the words after the Python script in the last command that starts one. Without a command that starts one, they are
-the words of arrays and of strings that begin with a flag. Assignments, arrays, `+=`, `export`, quotes, variables with defaults,
-integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers are supported. Everything else, such as
-`source` and loops, is skipped. One warning lists the skipped commands, and branches that depend on an unassigned variable. An
-unassigned variable is left as written, but is empty in a condition.
+The flags are the words after the Python script in the last command that runs one. In a file without such a command, the flags
+are the words of all arrays, and of strings that begin with a flag. Supported are assignments, arrays, `+=`, `export`, quotes,
+variables with defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such
+as `source` and loops, is skipped. One warning lists skipped commands, and branches that depend on an unassigned variable. An
+unassigned variable is left as written, but counts as empty in a condition.
 """
 
 import itertools
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Word that ends a block, keyed by the word that begins the block."""
+"""Last word of each kind of block, by its first word."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a new command begins."""
@@ -37,9 +37,9 @@ _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
-"""Words of commands that may change flags."""
+"""Words that occur in commands that may change flags."""
 _AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
-"""Start of a shell word, such as `2>&1`, that ends the flags if the command is a string."""
+"""Start of a shell word after the flags of a command in a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 
@@ -61,7 +61,7 @@ def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) 
     text = read_text_file(path, name=f"argument file {path}", fix="Use a bash file with Megatron flags in arrays.")
     script = Script(text, source=str(path), variables=variables)
     if script.skipped:
-        logger.warning("%s is read, not run; skipped: %s.", path, ", ".join(script.skipped))
+        logger.warning("%s: fgoffload does not run the file, and skipped these commands: %s.", path, ", ".join(script.skipped))
     return script
 
 
@@ -76,7 +76,7 @@ class Script:
         self._source = source
         self._header, known = read_header(text)
         self._launch: list[str] | None = None
-        """Words before the Python script in the last command that starts one."""
+        """Words before the Python script in the last command that runs one."""
         self._launched: list[str] = []
         """Flags after the Python script in that command."""
         self._variables = Variables(source, {**known, **(variables or {})})
@@ -88,12 +88,12 @@ class Script:
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
         self.is_launch = self._launch is not None
-        """Whether the script starts a Python script."""
+        """Whether the script runs a Python script."""
         if not self.flags:
             raise ConfigError(f"{source} has no array of flags. Add one, for example MODEL_ARGS=( --num-layers 4 ).")
 
     def find_num_gpus(self) -> int | None:
-        """Return the number of GPUs from the launch command, else from NUM_GPUS, else None. NUM_GPUS must be a number."""
+        """Return the number of GPUs from the launch command or `#SBATCH` lines, else from NUM_GPUS, else None."""
         launched = count_gpus(self._launch or (), self._header)
         word = self._variables.find("NUM_GPUS")
         if launched is not None or not word or "$" in word:  # such as NUM_GPUS=$N, where N is not set
@@ -126,7 +126,7 @@ class Script:
             self._skip(words, self._variables.expand_whole(first))
 
     def _read_launch(self, texts: Sequence[str]) -> bool:
-        """Store the flags after the Python script in a command. Return whether the command has flags."""
+        """Store the flags after the Python script in a command. Return whether there are any."""
         # `bash -c` takes its command as one word.
         words = zip(("", *texts), texts, strict=False)
         texts = [one for before, text in words for one in (text.split() if re.fullmatch("-[a-z]*c", before) else [text])]
@@ -148,7 +148,7 @@ class Script:
         return True
 
     def _read_branches(self, first: Word, branches: Iterable[tuple[Sequence[Word], Sequence[Word]]]) -> None:
-        """Read the first branch whose condition holds. Read none after a condition that cannot be evaluated."""
+        """Read the first branch whose condition holds, unless an earlier condition cannot be evaluated."""
         reason = ""
         skipped = [first]
         is_open = True
@@ -198,7 +198,7 @@ class Script:
         return holds if holds is None or not negated else not holds
 
     def _split_commands(self, items: Sequence[Word]) -> Iterator[list[Word]]:
-        """Yield each command. A block is one command with all its contents."""
+        """Yield each command. A block, with all its contents, is one command."""
         command: list[Word] = []
         ends: list[str] = []
         for item in items:
@@ -223,7 +223,7 @@ class Script:
             yield command
 
     def _skip(self, command: Sequence[Word], name: str) -> None:
-        """Record a skipped command if it may assign a variable, or source or start a script."""
+        """Record a skipped command if it may assign a variable, or source or run a script."""
         if any(_find_assignment(item) or _CHANGES.search(item.plain) for item in command):
             self.skipped.append(f"{name[:40]} (line {command[0].line})")
 

@@ -1,4 +1,4 @@
-"""Reads optimizer state, fused kernels and offload settings from Megatron's flags, for predictions."""
+"""Derives a prediction's optimizer state, fused kernels and offload settings from Megatron's flags."""
 
 import logging
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
     """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps do not update parameters.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Raise a ConfigError if a flag is
-    invalid, or two flags are mutually exclusive.
+    invalid or two flags are mutually exclusive.
     """
     elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)
     if elements < 0:
@@ -72,10 +72,10 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     fraction = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
     if fraction:
         logger.warning(
-            "--optimizer-cpu-offload: the update on the CPU and its copies are not modelled, so predicted times are too short."
+            "--optimizer-cpu-offload: a plan does not model the CPU update and its copies, so predicted times are too short."
         )
     if (name := values.get("optimizer", "adam")) != "adam":
-        logger.warning("--optimizer %s: its states are unknown, so a plan counts the states of Adam.", name)
+        logger.warning("--optimizer %s: the sizes of its states are unknown, so a plan assumes those of Adam.", name)
     return ParameterState(
         gradient_bytes=gradient_bytes,
         main_parameter_bytes=_count_main_parameter_bytes(values, types["main_params_dtype"]),
@@ -86,13 +86,13 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
 
 
 def _find_shared(values: Mapping[str, Any]) -> dict[str, bool]:
-    """Return the fields of `ParameterState` about FP8 weights and sharding."""
+    """Return the fields of `ParameterState` that do not depend on the optimizer: FP8 weights and sharding."""
     strategy = values.get("data_parallel_sharding_strategy", "no_shard") if values.get("use_megatron_fsdp") else "no_shard"
     if values.get("use_torch_fsdp2"):
         strategy = "optim_grads_params"
     if strategy == "optim_grads_params":
         logger.warning(
-            "FSDP: a plan assumes that compute hides weight gathers, so predicted times are too short on a slow network."
+            "FSDP: a plan assumes that compute hides weight all-gathers, so predicted times are too short on a slow network."
         )
     return {
         "has_fp8_weights": values.get("fp8_param_gather", False),
@@ -115,7 +115,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
         return 0  # the optimizer updates the model's own parameters
-    # Transformer Engine stores only the 16 bits that bf16 drops from fp32. With other FP8 recipes, it stores full fp32 values.
+    # Transformer Engine stores only the 16 bits that bf16 drops from fp32, unless an FP8 recipe other than `delayed` is set.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]

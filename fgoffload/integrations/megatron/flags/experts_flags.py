@@ -1,4 +1,4 @@
-"""Reads the shape of experts and their router from Megatron's flags, for plans."""
+"""Derives the planner's shape of experts and router from Megatron's flags."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ _FIELD_FLAGS = {
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
 }
-"""Flag of each field of the experts and their router, with `_` for `-`."""
+"""Flag of each field of `ExpertsShape` and `RouterShape`, with `_` for `-`."""
 
 _DEFAULT_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
@@ -75,7 +75,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the ratio of the fullest rank's tokens to the mean, limited by the experts' capacity."""
+    """Return the ratio of the fullest rank's tokens to the mean tokens per rank, limited by the experts' capacity."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))
@@ -89,13 +89,13 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     if not 1 <= chosen <= groups:
         raise ConfigError(
-            f"--moe-router-group-topk {chosen} is outside 1 to --moe-router-num-groups {groups}. Pass 1 to {groups}."
+            f"--moe-router-group-topk {chosen} is outside 1 to --moe-router-num-groups {groups}. Use 1 to {groups}."
         )
     return chosen, groups
 
 
 def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
-    """Return the token dispatcher. Plans assume that flex dispatchers save as much as the all-to-all dispatcher."""
+    """Return the token dispatcher. Plans assume that flex dispatchers save the same bytes as the all-to-all dispatcher."""
     kind = values.get("moe_token_dispatcher_type", "alltoall")
     if kind == "allgather":
         logger.warning(
@@ -111,7 +111,7 @@ def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
 def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShape:
     changes = {field: values[flag] for field, flag in _ROUTER_FLAGS.items() if flag in values}
     if changes.get("score_function") == "sigmoid":
-        changes["has_pre_softmax"] = False  # has no effect with sigmoid
+        changes["has_pre_softmax"] = False  # the flag has no effect with sigmoid
     if values.get("moe_router_dtype") == "fp64":
         raise ConfigError(
             "--moe-router-dtype fp64 is not supported: the router's saved bytes are known only for fp32. Pass "
@@ -126,7 +126,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
 
 @contextlib.contextmanager
 def _named_by_flags() -> Iterator[None]:
-    """Replace field names with flags in errors about the shape of experts."""
+    """Replace field names with flags in ConfigErrors that the body raises."""
     try:
         yield
     except ConfigError as error:

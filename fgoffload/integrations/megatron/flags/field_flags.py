@@ -1,6 +1,6 @@
-"""Derives command-line flags from the fields of Megatron's config classes, with a parser that raises instead of exiting.
+"""Derives command-line flags from the fields of Megatron's config classes, and defines a parser that raises instead of exiting.
 
-The fields define names, types, defaults and spellings, so new flags of Megatron work without a change here.
+The fields define names, types, defaults and spellings, so this module supports new flags of Megatron without changes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.flags.flag_sources import add_source
 from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
 
 _LONGEST_PATTERN = 10_000
-"""Maximum number of elements of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
+"""Maximum length of a layer pattern such as `[0]*1+[1]*3`. The deepest models have a few hundred layers."""
 
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -32,10 +32,10 @@ _OPERATIONS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
 }
 
 _NEAREST_CUTOFF = 0.75
-"""Minimum similarity of a suggestion, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
+"""Minimum similarity of a suggested flag, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`. argparse accepts only `-1` and `-.5`, and treats other values as flags."""
+"""Matches values such as `-1e-3` and `-1MiB`, which argparse would treat as flags. It accepts only numbers such as `-.5`."""
 
 
 def whole_number(text: str) -> int:
@@ -115,7 +115,7 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    Errors begin with `source`, see `add_source`. Suggestions for typos include `known_elsewhere`, which other code parses.
+    Errors begin with `source`, see `add_source`. Typo suggestions include flags in `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
@@ -137,28 +137,28 @@ class FlagParser(argparse.ArgumentParser):
         return vars(values)
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the field names of the flags in `words`, by every spelling of each flag."""
+        """Return the field name of each flag in `words`, under all spellings of the flag."""
         actions = self._option_string_actions
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def find_nearest(self, flag: str) -> str | None:
-        """Return the known flag that is most similar to `flag`, or None. Of two similar ones, return fgoffload's own."""
+        """Return the known flag most similar to `flag`, or None. Among flags about equally similar, prefer fgoffload's own."""
         known = (*self._option_string_actions, *self._known_elsewhere)
         near = difflib.get_close_matches(flag, known, n=2, cutoff=_NEAREST_CUTOFF)
         scores = {one: difflib.SequenceMatcher(None, one, flag).ratio() + 0.05 * (one in DECIDED_BY_PLAN) for one in near}
         return max(near, key=lambda one: scores[one], default=None)
 
     def error(self, message: str) -> NoReturn:
-        """Convert an error of argparse to a ConfigError, and raise it."""
+        """Raise an argparse error as a ConfigError."""
         flag, _, rest = message.removeprefix("argument ").partition(": ")
         if rest.startswith("expected"):
             rest = f"{rest}. Use {flag.partition('/')[0]} VALUE."
         prefix = "ignored explicit argument "
         if rest.startswith(prefix):
-            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove it."
+            flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove the value."
         if rest.startswith("'$"):
-            rest = "is computed from a variable that the script does not set. Set it there, or pass a number."
+            rest = "is computed from a variable that the script does not set. Set the variable, or pass a number."
         raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:
@@ -179,7 +179,7 @@ def add_field_flags(
 ) -> None:
     """Add a flag for each field of `config_class` whose type can be parsed from text.
 
-    A boolean field gets `--name` and `--no-name`. A field that has Megatron-LM's spelling gets only that spelling.
+    A boolean field gets `--name` and `--no-name`. A field whose metadata has Megatron-LM's spelling gets only that flag.
     """
     hints = typing.get_type_hints(config_class)
     for field in dataclasses.fields(config_class):
@@ -202,12 +202,12 @@ def to_flag(field_name: str) -> str:
 
 
 def name_flags(message: str, flags: Mapping[str, str]) -> str:
-    """Replace field names with flags in `message`. `flags` has the flag of each field, with `_` for `-`."""
+    """Replace field names with flags in `message`. `flags` maps fields to flags, with `_` for `-`."""
     return re.sub(rf"\b({'|'.join(flags)})\b", lambda match: to_flag(flags[match[0]]), message)
 
 
 class _StoreOneOrMore(argparse.Action):
-    """Stores a single value itself, and several values as a list."""
+    """Stores one value as it is, and several values as a list."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)

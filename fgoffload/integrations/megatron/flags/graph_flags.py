@@ -1,4 +1,4 @@
-"""Adds and reads Megatron's CUDA graph flags, with the names of megatron-core 0.19 for any installed version.
+"""Adds and reads Megatron's CUDA graph flags, under their names in megatron-core 0.19 for any installed version.
 
 Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of the whole step was a scope of `local` graphs. Both
 spellings are accepted and converted to the fields of the installed version.
@@ -13,21 +13,21 @@ from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 
 GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
-"""Config fields, in all versions, that `add_graph_flags` covers."""
+"""Config fields, of all versions, whose flags `add_graph_flags` adds."""
 
 _WHOLE_LAYER = "full"
 _LAYER_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 
 def add_graph_flags(parser: FlagParser) -> None:
-    """Add the flags for `GRAPH_FIELDS` to `parser`."""
+    """Add the CUDA graph flags to `parser`, in all spellings."""
     modules = one_of((*_LAYER_MODULES, _WHOLE_LAYER, FULL_ITERATION))
     parser.add_argument("--cuda-graph-impl", dest=_IMPL, type=one_of(GRAPH_IMPLS))
     parser.add_argument("--cuda-graph-modules", "--cuda-graph-scope", dest=_MODULES, nargs="*", type=modules)
 
 
 def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the graph fields set in `values`, with the names of 0.19. An empty list of modules means the whole layer."""
+    """Return the graph fields set in `values`, under their names in 0.19. An empty list of modules means the whole layer."""
     fields = {name: values[name] for name in (_IMPL, _MODULES) if name in values}
     modules = fields.get(_MODULES)
     if modules == [_WHOLE_LAYER]:
@@ -38,10 +38,10 @@ def read_graph_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_config_fields(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Convert graph fields, named as in 0.19, to fields of the installed config class, whose names are `known`."""
+    """Convert graph fields from their names in 0.19 to those of the installed config class, whose fields are `known`."""
     changed = dict(fields)
     if changed.get(_IMPL, NO_GRAPHS) != NO_GRAPHS:
-        changed.setdefault(_MODULES, [])  # the default, "full", is deprecated and has the same meaning
+        changed.setdefault(_MODULES, [])  # same meaning as the default, "full", which is deprecated
     if _MODULES in known or _MODULES not in changed:
         return changed
     changed[_SCOPE] = changed.pop(_MODULES)

@@ -1,10 +1,10 @@
-"""Counts the GPUs of a launch script by reading the command that starts Python and the `#SBATCH` lines."""
+"""Counts the GPUs of a launch script from the command that runs Python and the `#SBATCH` lines."""
 
 import re
 from collections.abc import Mapping, Sequence
 
 Sizes = dict[str, int | None]
-"""Counts: `nodes`, processes `per_node`, `gpus` per node, and `total` processes. None means unknown."""
+"""Numbers of `nodes`, processes `per_node`, `gpus` per node, and `total` processes. None means unknown."""
 
 _HEADER = re.compile(r"^#SBATCH\s+([^#\n]*)", re.MULTILINE)
 _TORCHRUN = re.compile(r"(.*/)?(torchrun|fgoffload)|torch\.distributed\.(run|launch)")
@@ -30,9 +30,9 @@ def read_header(text: str) -> tuple[Sizes, dict[str, str]]:
 
 
 def count_gpus(launch: Sequence[str], header: Sizes) -> int | None:
-    """Return the number of processes that a script starts, or None if it is unknown.
+    """Return the number of processes that a script starts, or None if unknown.
 
-    `launch` has the words before the Python script in its command, if any. `header` has the sizes from `read_header`.
+    `launch` contains the words before the Python script in the launch command, if any. `header` comes from `read_header`.
     """
     begin = next((place for place, word in enumerate(launch) if _TORCHRUN.fullmatch(word)), None)
     sizes = _read_sizes(launch[begin or 0 :])
@@ -52,7 +52,7 @@ def _read_sizes(words: Sequence[str]) -> Sizes:
         name, equals, value = word.partition("=")
         if name.startswith("-") and (key := keys.get(name.lstrip("-").replace("-", "_"))):
             number = (value if equals else following).rpartition(":")[2]
-            # The first option is used, because a later one may be inside `$(srun --nodes=1 ...)`.
+            # The first option counts, because a later one may be inside `$(srun --nodes=1 ...)`.
             sizes.setdefault(key, int(number) if number.isdecimal() else None)
     return sizes
 

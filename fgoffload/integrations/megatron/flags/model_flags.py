@@ -1,7 +1,7 @@
 """Parses the Megatron flags that a plan depends on, without Megatron-Core or torch.
 
 Each flag has Megatron-LM's spelling and, if it differs, the name of Megatron-Core's field.
-`tests/unit/megatron/test_model_shapes.py` compares the tables with Megatron-Core's config.
+`tests/unit/megatron/test_model_shapes.py` compares the tables with Megatron-LM's parser.
 """
 
 import argparse
@@ -37,7 +37,7 @@ decoder-last-pipeline-num-layers,num-layers-in-last-pipeline-stage
 micro-batch-size global-batch-size min-offloaded-tensor-size
 num-gpus
 """
-"""Flags with integer values. Commas separate the spellings of a flag. The short spellings and `--num-gpus` are ours."""
+"""Flags with integer values. Commas separate the spellings of a flag. Megatron lacks the short spellings and `--num-gpus`."""
 
 _SWITCHES = """
 bf16 fp16 swiglu quick-geglu gated-linear-unit bias-swiglu-fusion,bias-activation-fusion disable-bias-linear add-qkv-bias
@@ -83,13 +83,13 @@ rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacit
 """Flags with float values."""
 
 _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefetch"
-"""Flags with text values, which other code parses."""
+"""Flags whose values stay text in this parser. Other code parses the text."""
 
 
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser for the flags that a plan depends on. Absent flags set no value.
 
-    Errors begin with `source`, see `add_source`. Suggestions for typos include `own_flags`, which other code parses.
+    Errors begin with `source`, see `add_source`. Typo suggestions include `own_flags`, which other code parses.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     shared: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Drop flags that `typed` overrides if their value has an unset variable."""
+    """Return `flags` without those that contain an unset variable and that `typed` overrides."""
     given, kept = build_model_parser("").find_given(typed), list(flags)
     for place in reversed(range(len(kept) - 1)):
         if kept[place] in given and "$" in kept[place + 1]:
@@ -117,6 +117,6 @@ def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
 
 
 def list_unknown(words: Sequence[str]) -> list[str]:
-    """Return the flags in `words`, which no parser recognized, without those that cannot change a plan."""
+    """Return the flags in `words`, which no parser recognized, except flags that cannot change a plan."""
     flags = dict.fromkeys(word.partition("=")[0] for word in words if word.startswith("--"))
     return [flag for flag in flags if not has_no_effect(flag)]

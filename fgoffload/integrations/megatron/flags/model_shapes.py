@@ -2,7 +2,7 @@
 
     model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
 
-Absent flags get Megatron-LM's defaults, with two exceptions. A gated model needs `--ffn-hidden-size`, because Megatron-LM and
+Absent flags get Megatron-LM's defaults, with two exceptions. A gated MLP needs `--ffn-hidden-size`, because Megatron-LM and
 Megatron-Core have different defaults. Optimizer states are sharded unless you pass `--no-use-distributed-optimizer`.
 """
 
@@ -46,7 +46,7 @@ num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_c
 moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
 q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """
-"""Model and layer fields named after their flags, with `_` for `-`."""
+"""Fields of models and layers that have the names of their flags, with `_` for `-`."""
 
 _SET_BY_CONFIGURATION = """
 num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
@@ -57,13 +57,13 @@ add_qkv_bias untie_embeddings_and_output_weights num_experts moe_layer_freq moe_
 moe_router_group_topk moe_router_num_groups moe_shared_expert_intermediate_size moe_grouped_gemm
 attention_backend transformer_impl fp16
 """
-"""Flags, with `_` for `-`, that are rejected for a model from another source, such as Hugging Face's files."""
+"""Flags, with `_` for `-`, that are invalid for a model from another source, such as Hugging Face's files."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1, which have different defaults for `kv_lora_rank`."""
+"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1. Their defaults for `kv_lora_rank` differ."""
 
 _DEFAULT_VOCAB_SIZE = 256
 """Vocabulary size of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer determines it."""
@@ -74,7 +74,7 @@ def read_model_file(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
-    The launch command, or `NUM_GPUS=1024` in the file, sets the number of ranks.
+    The launch command, `#SBATCH` lines or `NUM_GPUS=1024` in the file set the number of ranks.
 
     Raises:
         ConfigError: The file cannot be read, or describes a model that cannot be planned.
@@ -84,7 +84,7 @@ def read_model_file(
     found = read_model(script.flags, source=str(path), typed=typed, num_gpus=num_gpus, own_flags=own_flags)
     count = found[1].world_size
     if num_gpus is None and "--num-gpus" not in (*script.flags, *typed) and (script.is_launch or count > 1):
-        logger.warning("%s does not set the number of GPUs. The plan assumes %d, the minimum. Pass --num-gpus.", path, count)
+        logger.warning("%s does not set the number of GPUs. The plan assumes the minimum, %d. Pass --num-gpus.", path, count)
     return found
 
 
@@ -99,10 +99,10 @@ def read_model(
     """Return the model and the ranks that `flags` describe.
 
     Args:
-        flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are skipped with one warning.
+        flags: Megatron-LM's flags. Later flags override earlier ones. One warning lists unknown flags, which are skipped.
         source: Source of the flags, for errors and the model's name.
-        typed: Flags from the command line. They override `flags`, and an unknown flag is an error.
-        num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum that holds the model and its experts.
+        typed: Flags from the command line. They override `flags`. Unknown ones are errors.
+        num_gpus: Number of ranks if `--num-gpus` is absent. None means the minimum for the model and its experts.
         own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
@@ -112,8 +112,8 @@ def read_model(
     try:
         if not values.keys() & {"num_layers", "hidden_size"}:
             raise ConfigError(
-                "--num-layers and --hidden-size are missing, so the model is unknown. For a recipe of NeMo or Megatron Bridge, "
-                "pass the model's config.json from Hugging Face, and parallel sizes as flags."
+                "--num-layers and --hidden-size are missing, so the model is unknown. For a NeMo or Megatron Bridge recipe, "
+                "pass the model's config.json from Hugging Face, and the parallel sizes as flags."
             )
         for name, example in _REQUIRED.items():
             if name not in values:
@@ -136,11 +136,11 @@ def read_parallelism(
 ) -> tuple[ModelShape, Parallelism]:
     """Apply `flags` to a model from another source. Return the changed model and the ranks.
 
-    Two defaults differ from Megatron's, and each logs a warning: tensor parallelism enables sequence parallelism, and without
-    `--global-batch-size` a step has enough microbatches to fill the pipeline.
+    Two defaults differ from Megatron's: tensor parallelism enables sequence parallelism, and without `--global-batch-size`, a
+    step has enough microbatches to fill the pipeline. A warning reports each default that is used.
 
     Args:
-        flags: Flags as typed: parallel sizes, `--seq-length`, and options of layers and experts. Any other flag is an error.
+        flags: Parallel sizes, `--seq-length`, and options of layers and experts, as typed. Any other flag is an error.
         source: Source of the flags, for errors.
         model: Model, for example from Hugging Face's files. Its vocabulary is padded as in Megatron.
         own_flags: Command-line flags that other code parses, included in suggestions for typos.
@@ -177,7 +177,7 @@ def read_assumptions(
     """Return the assumptions about gradients, optimizer, fused kernels and offload settings from `flags`.
 
     Args:
-        flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are skipped silently.
+        flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are ignored.
         source: Source of the flags, for errors.
         typed: Flags from the command line. They override `flags`.
         has_optimizer: Whether steps update the parameters.
@@ -201,7 +201,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
     warn_of_unparsed(left, parser, source)
     parser = build_model_parser(COMMAND_LINE if flags else source, own_flags=own_flags)
     typed_values, left = parser.parse_known_args(list(typed))
-    # The first leftover word must be a flag.
+    # A leftover word that is not a flag is an error if it comes first.
     for word in left[:1] if left and not left[0].startswith("--") else list_unknown(left):
         if find_effect(word) is None:
             parser.parse_flags([word])  # raises an error that suggests the most similar flag
@@ -226,7 +226,7 @@ def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
-        raise ConfigError("--bf16 and --fp16 are mutually exclusive. Use one of them; --no-bf16 or --no-fp16 overrides a file.")
+        raise ConfigError("--bf16 and --fp16 are mutually exclusive. Use one of them. --no-bf16 or --no-fp16 overrides a file.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
@@ -266,7 +266,7 @@ def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
 
 
 def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
-    """Return a model from another source with the changes from the flags."""
+    """Return `model`, which comes from another source, with the changes that flags request."""
     for name in values:
         if name in _SET_BY_CONFIGURATION.split():
             raise ConfigError(f"{to_flag(name)} is set by the configuration of {model.name}. Remove it.")
@@ -283,7 +283,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields that flags may change in a model from any source."""
+    """Return new values of the fields that flags may change in a model from any source."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
@@ -322,11 +322,11 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
 
 def _find_kv_channels(values: Mapping[str, Any]) -> int:
     hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
-    # `ModelShape` rejects a number of heads below 1.
+    # `ModelShape` rejects fewer than 1 head.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
-            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}. Use a multiple, or set "
-            "the channels of a head with --kv-channels."
+            f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}. Use a multiple, or set the "
+            "channels per head with --kv-channels."
         )
     return int(values.get("kv_channels", hidden_size // max(1, heads)))
 
@@ -338,7 +338,7 @@ def _find_ffn_hidden_size(values: Mapping[str, Any], *, is_gated: bool, has_dens
         return 0
     if is_gated:
         raise ConfigError(
-            "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different defaults for a gated MLP. Pass "
+            "--ffn-hidden-size is missing; Megatron-LM and Megatron-Core have different defaults for a gated MLP. Pass it, "
             f"for example --ffn-hidden-size {4 * values['hidden_size']}."
         )
     return 4 * int(values["hidden_size"])

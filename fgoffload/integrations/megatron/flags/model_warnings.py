@@ -17,14 +17,14 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
 _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LARGE_VOCAB_SIZE = 131072
-"""Assumed vocabulary size of all other tokenizers. Most recent models have 128 to 202 thousand tokens."""
+"""Assumed vocabulary size of all other tokenizers. Most recent models have 128,000 to 202,000 tokens."""
 
 _SCORE_SAVING_BACKENDS = ("unfused", "local")
 """Attention backends that save the attention scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
 
 
 def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: str) -> None:
-    """Warn about missing flags with unusual defaults, and about flags that the planner's formulas do not cover.
+    """Warn about missing flags whose defaults are unusual, and about flags that the planner's formulas do not cover.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
     """
@@ -34,16 +34,16 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
 
 def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Iterator[str]:
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
-        yield "without --moe-token-dispatcher-type, a plan assumes alltoall; Megatron's default, allgather, is not modelled."
+        yield "without --moe-token-dispatcher-type, a plan assumes alltoall. Megatron's default, allgather, is not modelled."
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
         yield (
-            "without --moe-grouped-gemm, a plan still assumes the saved bytes of grouped experts, so memory may differ, and "
-            "it recomputes experts only as a whole. Measure a profile for the real bytes."
+            "without --moe-grouped-gemm, a plan still assumes the saved bytes of grouped experts, so memory may differ. It "
+            "recomputes experts only as a whole. Measure a profile for the real bytes."
         )
     if (layers := values.get("transformer_impl", "transformer_engine")) != "transformer_engine":
         yield (
-            f"--transformer-impl {layers} saves other tensors than Transformer Engine's layers, which a plan assumes. "
-            "Measure a profile for the real bytes."
+            f"--transformer-impl {layers} saves different tensors, but a plan assumes Transformer Engine's layers. Measure a "
+            "profile for the real bytes."
         )
     if read_graphs(values).impl != NO_GRAPHS:
         yield "a plan does not count unused memory in CUDA graph pools, so a step reserves more memory than predicted."
@@ -56,25 +56,25 @@ def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Itera
         chunks = parallelism.pipeline_parallel_size * parallelism.chunks
         sequences = MICROBATCHES_OF_A_CHUNK * chunks * parallelism.micro_batch_size * parallelism.data_parallel_size
         yield (
-            "without --global-batch-size, a step has 1 microbatch, as in Megatron, which is too few for a pipeline. Pass for "
-            f"example --global-batch-size {sequences}."
+            "without --global-batch-size, a step has 1 microbatch, as in Megatron, which leaves pipeline ranks idle. Pass, for "
+            f"example, --global-batch-size {sequences}."
         )
 
 
 def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
-    """Guess the vocabulary size of the tokenizer in `flags` without opening it. Return None if the flags have no tokenizer."""
+    """Guess the vocabulary size of the tokenizer in `flags` without loading it. Return None if no flag selects a tokenizer."""
     if not any(word in _TOKENIZER_FLAGS for word in flags):
         return None
     kind = flags[flags.index("--tokenizer-type") + 1] if "--tokenizer-type" in flags[:-1] else "GPT2BPETokenizer"
     size = _TOKENIZERS.get(kind, _LARGE_VOCAB_SIZE)
     logger.warning(
-        "%s: without --vocab-size, a plan assumes %d tokens, as for %s. Pass --vocab-size if yours differs.", source, size, kind
+        "%s: without --vocab-size, a plan assumes %d tokens for %s. Pass --vocab-size if yours differs.", source, size, kind
     )
     return size
 
 
 def warn_of_unparsed(words: Sequence[str], parser: FlagParser, source: str) -> None:
-    """Warn about flags that `parser` did not parse: one line for each effect of unmodelled flags, and one for unknown flags."""
+    """Warn about flags that `parser` did not parse: once per effect of unmodelled flags, and once for all unknown flags."""
     effects: dict[str, list[str]] = {}
     unknown = []
     for flag in list_unknown(words):

@@ -1,7 +1,6 @@
-"""Lists Megatron flags that no plan depends on: they do not affect memory or time, or are not modelled.
+"""Lists Megatron flags that no plan depends on: they affect neither memory nor time, or are not modelled.
 
-`other_flags.json` groups flags without effect by topic, and unmodelled flags by how they make predictions wrong. The `--no-...`
-form of each flag is recognized too.
+`other_flags.json` groups flags without effect by topic, and unmodelled flags by their effect. `--no-...` forms are recognized.
 
 Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
 torchrun's own flags; and our own offload flags.
@@ -28,7 +27,7 @@ def has_no_effect(flag: str) -> bool:
 
 
 def find_effect(flag: str) -> str | None:
-    """Return how the unmodelled `flag` makes predictions wrong, or None for any other flag."""
+    """Return how the unmodelled `flag` makes predictions wrong, or None for other flags."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 

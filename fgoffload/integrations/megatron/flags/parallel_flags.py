@@ -1,4 +1,4 @@
-"""Reads parallel sizes and microbatches from Megatron's flags, for plans."""
+"""Derives a plan's parallel sizes and microbatches from Megatron's flags."""
 
 import math
 import types
@@ -20,7 +20,7 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""Flag of each size in Parallelism, with `_` for `-`."""
+"""Flag of each size in `Parallelism`, with `_` for `-`."""
 
 FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -37,10 +37,10 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
         "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
-"""Flag of each field of Parallelism, except the data-parallel size and the microbatches, which depend on several flags."""
+"""Flag of each field of `Parallelism`, except `data_parallel_size` and `microbatches`, which depend on several flags."""
 
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-"""The two flags for the number of chunks per rank, with `_` for `-`. Megatron-LM accepts only one of them at a time."""
+"""Flags that set the number of model chunks per rank, with `_` for `-`. Megatron-LM accepts only one of them at a time."""
 
 MICROBATCHES_OF_A_CHUNK = 4
 """Default number of microbatches per model chunk of each stage. With 4, pipeline ranks idle for less than 20% of the step."""
@@ -52,17 +52,17 @@ def make_parallelism(
     """Return the ranks and microbatches that flags describe. Raise a ConfigError for an invalid value.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
-    plan uses the minimum number of ranks that holds the model and its experts. Without `--global-batch-size`, a step has one
-    microbatch, as in Megatron. With `fills_pipeline`, it has enough to fill the pipeline.
+    plan uses the minimum number of ranks for the model and its experts. Without `--global-batch-size`, a step has one
+    microbatch, as in Megatron, or, with `fills_pipeline`, enough to fill the pipeline.
     """
     sizes = _read_sizes(values)
-    # Checked first: if ranks cannot share a layer, the error below cannot suggest a number of GPUs.
+    # Check this first: if ranks cannot share a layer, no number of GPUs that the error below suggests would help.
     layer_sizes = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
     try:
         data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     except ConfigError:
-        # If the stages cannot share the layers either, raise that error: no number of GPUs would help.
+        # If the stages cannot share the layers either, raise that error instead, since no number of GPUs would help.
         others = {flag: value for flag, value in values.items() if flag not in ("num_gpus", "global_batch_size")}
         list_chunks(model, make_parallelism(others, model, num_gpus=None, fills_pipeline=True))
         raise
@@ -99,7 +99,7 @@ def _count_data_parallel(sizes: Mapping[str, int], values: Mapping[str, Any], nu
         return fewest // model
     check_count("--num-gpus" if is_flag else "the file's number of GPUs", num_gpus, most=LARGEST_SIZE)
     if num_gpus % fewest:
-        needs = f"a copy of the model ({model} ranks) and of its experts ({experts}) need"
+        needs = f"copies of the model ({model} ranks) and of its experts ({experts} ranks) need"
         if fewest == model:
             needs = "a copy of the model needs (tensor x pipeline x context parallel size)"
         given = f"--num-gpus {num_gpus} is" if is_flag else f"the {num_gpus} GPUs of the file are"
@@ -132,7 +132,7 @@ def _count_microbatches(values: Mapping[str, Any], micro_batch_size: int, data_p
 
 
 def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int | None:
-    """Return the virtual pipeline size from either of Megatron-LM's two flags.
+    """Return the number of model chunks per rank from either of Megatron-LM's two flags.
 
     Raise a ConfigError if both are set, or if the layers cannot be divided evenly.
     """
@@ -142,15 +142,15 @@ def count_chunks(values: Mapping[str, Any], num_layers: int, stages: int) -> int
     if chunks is not None:
         flags = [f"{to_flag(name)} {value}" for name, value in zip(VIRTUAL_STAGE_FLAGS, (per_chunk, chunks), strict=True)]
         raise ConfigError(
-            f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use only one. To "
-            "override the value in a file, pass the same flag as the file."
+            f"{' and '.join(flags)} (--vp) both set the number of chunks per rank. Use only one of them. To override a file, "
+            "pass the flag that the file uses."
         )
     check_count("--num-layers-per-virtual-pipeline-stage", per_chunk)
-    # Embedding and loss may each count as a layer.
+    # The embedding and the loss may each count as a layer.
     counted = num_layers + sum(values.get(f"account_for_{part}_in_pipeline_split", False) for part in ("embedding", "loss"))
     if counted % (stages * per_chunk):
         raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide the {counted} layers. "
-            "Use a number that does, or --num-virtual-stages-per-pipeline-rank."
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} x {stages} stages does not divide the {counted} layers. Use "
+            "a number that divides them, or --num-virtual-stages-per-pipeline-rank."
         )
     return int(counted // (stages * per_chunk))

@@ -1,7 +1,7 @@
-"""Splits a bash script into words and expands them, without running the script.
+"""Splits a bash script into words, and expands the words without running the script.
 
-Words expand as in bash: quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Command substitutions and unknown
-variables are left as written.
+Expansion follows bash for quotes, `$NAME`, `${NAME:-default}`, `${ARRAY[@]}` and `$(( ))`. Command substitutions and unknown
+variables stay as written.
 """
 
 import ast
@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.flags.field_flags import compute
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
-"""End of a word outside quotes."""
+"""First character after a word outside quotes."""
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
 _LITERAL = re.compile(r"(?P<plain>[^\s\"'\\$`|&;<>()]+)|'(?P<single>[^']*)'|\\(?P<escaped>.?)", re.DOTALL)
 _IN_DOUBLE = re.compile(r"([^\"\\$`]+|\\(?![$`\"\\\n]))|\\([$`\"\\\n])")
@@ -43,11 +43,11 @@ class Word(NamedTuple):
     line: int
     """Line number, from 1."""
     operator: str = ""
-    """`;`, a newline, `&&`, a redirection or similar; empty for a word."""
+    """Operator such as `;`, `&&`, a newline or a redirection. Empty for a word."""
 
     @property
     def plain(self) -> str:
-        """Return the text if the word has no quotes or expansions, otherwise an empty string."""
+        """Return the text of a word without quotes and expansions, or an empty string for any other word."""
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
@@ -67,7 +67,7 @@ class _Scanner:
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._documents: list[str] = []
-        """End markers of the here-documents that follow the current line."""
+        """End markers of the here-documents that begin after the current line."""
 
     def scan(self, *, in_array: bool = False) -> list[Word]:
         begin = self._at
@@ -170,7 +170,7 @@ class _Scanner:
 
 
 class Variables:
-    """Variables that a script has assigned so far, and `known` variables, such as the environment's."""
+    """Variables that a script has assigned so far, and `known` variables, such as those of the environment."""
 
     def __init__(self, source: str, known: Mapping[str, str]) -> None:
         self._source = source
@@ -179,7 +179,7 @@ class Variables:
         """Scalars that the script itself assigned."""
         self._arrays: dict[str, list[str]] = {}
         self._used: set[str] = set()
-        """Variables that other words expand."""
+        """Variables whose expansions other words contain."""
 
     def assign(self, name: str, word: Word, *, appends: bool) -> None:
         """Assign the text after the `=` of `word` to `name`."""
@@ -189,7 +189,7 @@ class Variables:
                 self._arrays[name] += words
             else:
                 self._arrays[name] = words
-            self._used.discard(name)  # extending an array with itself is not a use
+            self._used.discard(name)  # an array that only extends itself is unused
         elif name in self._arrays and appends:
             self._arrays[name][:1] = [self._arrays[name][0] + self.expand_whole(word)] if self._arrays[name] else []
         else:
@@ -217,7 +217,7 @@ class Variables:
 
     def expand(self, word: Word) -> list[str]:
         """Return the words that bash expands `word` to: none for an empty variable, several for an array."""
-        # NUL separates words. \1 marks quoted text, so that an empty quoted word is kept.
+        # NUL separates words. \1 marks quoted text, so that an empty quoted word remains.
         text = ""
         for piece in word.pieces:
             texts = self._expand_piece(piece)
@@ -228,7 +228,7 @@ class Variables:
         return [one.replace("\1", "") for one in text.split("\0") if one]
 
     def expand_whole(self, word: Word, *, unknown: str | None = None) -> str:
-        """Return `word` as one string, as in an assignment. An unknown variable becomes `unknown`, or is left as written."""
+        """Return `word` as one string, as in an assignment. `unknown`, if given, replaces unknown variables."""
         return "".join(" ".join(self._expand_piece(piece, unknown=unknown)) for piece in word.pieces)
 
     def _expand_piece(self, piece: Piece, *, unknown: str | None = None) -> list[str]:
@@ -278,7 +278,7 @@ def _scan_text(text: str, source: str) -> Word:
 
 
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Evaluate integer arithmetic, or return the text as written if this fails."""
+    """Evaluate integer arithmetic. Return text that cannot be evaluated as written."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
         return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))

@@ -1,6 +1,6 @@
 """Rejects tags that have nothing to offload under Megatron's flags, before Megatron starts.
 
-A caller of `apply` may have several models with different sites, so `apply` reports tags without a site after the first step.
+`apply` itself reports tags without a site only after the first step, because a process may train several models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +25,7 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields of models whose layers are defined by other flags or files."""
+"""Fields that are set if other flags or files define the layers."""
 
 
 def check_replaced(words: Sequence[str]) -> None:
@@ -37,8 +37,8 @@ def check_replaced(words: Sequence[str]) -> None:
     flags, _ = parser.parse_known_args(["--fine-grained-activation-offloading", *words])
     modules = " ".join(flags.recompute_modules)
     if modules and "full" in flags.recompute_granularity:
-        raise ConfigError(f"--recompute-granularity full excludes --recompute-modules {modules}. Use selective, or remove one.")
-    # Training needs these flags too.
+        raise ConfigError(f"--recompute-granularity full and --recompute-modules {modules} are mutually exclusive. Remove one.")
+    # The plan will replace these flags, but `from_flags` needs a tag or a budget.
     if not flags.offload_modules and not hasattr(flags, "offload_plan"):
         flags.offload_modules = ["attn_norm"]
     elif flags.offload_modules == [AUTO]:
@@ -68,7 +68,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for tags of routed experts if Megatron's paged stash already moves their saved tensors."""
+    """Raise a ConfigError for tags of routed experts whose saved tensors Megatron's paged stash already moves."""
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(
@@ -83,13 +83,13 @@ def _check_recompute(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     for name in offload.offload_modules:
         if name == "layer_input" and not is_full:
             raise ConfigError(
-                "--offload-modules 'layer_input' is only saved under full recompute. Pass --recompute-granularity full, or "
+                "--offload-modules 'layer_input' has no effect without full recompute. Pass --recompute-granularity full, or "
                 "remove the tag."
             )
         if name != "layer_input" and is_uniform and name in offload.tags:
             raise ConfigError(
                 f"--offload-modules {name!r} and --recompute-method uniform are mutually exclusive: every layer is recomputed "
-                "as a whole and only saves its input. Use layer_input instead, or --recompute-method block."
+                "as a whole and saves only its input. Use layer_input instead, or --recompute-method block."
             )
 
 

@@ -35,7 +35,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
         for fault in list_dropless_faults(impl, values):
             raise ConfigError(fault)
     kept = find_kept(impl, modules, is_moe=has_experts, has_shared_overlap=bool(values.get("moe_shared_expert_overlap")))
-    if has_experts and has_dense_layers(values):  # dense layers may still have the tag
+    if has_experts and has_dense_layers(values):  # the tag may still be offloaded in dense layers
         kept = {tag: why for tag, why in kept.items() if tag in find_kept(impl, modules, is_moe=False)}
     for tag in selected:
         if tag in kept:
@@ -52,13 +52,12 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
         if unit in captured:
             raise PlanError(
                 f"The plan recomputes layers.{layer}.{unit}, but --cuda-graph-impl {impl} captures it, and a plan cannot "
-                "recompute inside a graph. Plan with the graph flags, or use --recompute-modules, which Megatron captures "
-                "itself."
+                "recompute inside a graph. Pass the graph flags to fgoffload plan, or use Megatron's --recompute-modules."
             )
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
-    """Return the CUDA graph options, with the names of megatron-core 0.19."""
+    """Return the CUDA graph options under their names in megatron-core 0.19."""
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:
@@ -81,6 +80,6 @@ def list_dropless_faults(impl: str, values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def has_dense_layers(values: Mapping[str, Any]) -> bool:
-    """Return whether a model with experts may have dense layers too. True if the number of layers is missing."""
+    """Return whether a model with experts may also have dense layers. True if the number of layers is unknown."""
     num_layers = values.get("num_layers")
     return not num_layers or not all(list_moe_layers(values.get("moe_layer_freq") or 1, num_layers=num_layers))

@@ -1,12 +1,12 @@
 """Offloads the saved tensors of modules in Megatron's CUDA graphs, and tracks forward through graph replays.
 
 Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` to warm
-up and to capture. For later steps it calls `_te_cuda_graph_replay`, which does not run the `forward` or the hooks of captured
-modules. Modules after the graph, such as experts, run in Python and are offloaded as usual. Saved tensors of captured modules
-are offloaded through the engine's staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+up and to capture. In later steps, Megatron calls `_te_cuda_graph_replay`, which runs neither the `forward` nor the hooks of
+captured modules. Modules after the graph, such as experts, run in Python, and their saved tensors are offloaded as usual. Saved
+tensors of captured modules are offloaded through staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
 
-A full-iteration graph contains forward and backward of all microbatches, and the engine's copies, see
-`OffloadEngine.capture_step`. A replay runs no Python, so the statistics do not change after the captured step.
+A full-iteration graph contains forward and backward of all microbatches and the engine's copies, see
+`OffloadEngine.capture_step`. A replay runs no Python, so statistics end with the captured step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """
@@ -37,25 +37,25 @@ _RUNNER = "megatron.core.transformer.cuda_graphs:_CudaGraphRunner"
 
 
 class GraphedLayers:
-    """Adds offload to the capture and the replay of layers."""
+    """Offloads saved tensors of layers while they are captured and replayed."""
 
     def __init__(self, engine: OffloadEngine, actions: SiteActions) -> None:
         self._engine = engine
         self._actions = actions
         self.chunks: weakref.WeakKeyDictionary[torch.nn.Module, int] = weakref.WeakKeyDictionary()
         self._forwards: weakref.WeakKeyDictionary[torch.nn.Module, list[CapturedForward | None]] = weakref.WeakKeyDictionary()
-        """Captured forwards by microbatch. None if the forward offloads nothing."""
+        """Captured forwards of each layer, by microbatch. None for a forward that offloads nothing."""
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
-        """Microbatches whose outputs are marked to stay on the GPU."""
+        """Microbatches of each layer whose outputs are marked to stay on the GPU."""
         self.find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Returns the region of a tag in the layer that is being captured or warmed up. None outside a capture."""
+        """Returns the region of a tag in the layer that is being captured or warmed up. Otherwise this attribute is None."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's schedule wrappers that have captured a full iteration."""
         self.is_replaying = False
-        """Whether forward is in a layer that replays its graph. If so, groups may wait for the next graph."""
+        """Whether the current layer replays its graph. If so, delayed groups may wait for the next graph launch."""
 
     def capture(self, layer: torch.nn.Module, run: Callable[[], Any], inputs: Iterable[Any]) -> Any:
-        """Run the forward of `layer` for a capture or its warm-up, and offload what its regions save."""
+        """Run the forward of `layer` for a capture or its warm-up, and offload the tensors that its regions save."""
         self._known.pop(layer, None)
         chunk = self.chunks.get(layer)
         if self.find_region is not None or is_inert() or chunk is None:
@@ -94,19 +94,19 @@ class GraphedLayers:
             self._follow_backward(forward, outputs)
         known = self._known.setdefault(layer, set())
         if microbatch not in known:
-            known.add(microbatch)  # once is enough, since each replay has the same outputs
+            known.add(microbatch)  # every replay returns the same tensors
             self._engine.keep(_list_tensors(outputs), reason=KeptReason.REFERENCED)
         return outputs
 
     def _follow_backward(self, forward: CapturedForward, outputs: Any) -> None:
         staging = self._engine.staging
         node = next((one.grad_fn for one in outputs if isinstance(one, torch.Tensor) and one.grad_fn is not None), None)
-        if node is not None:  # one node replays the whole backward
+        if node is not None:  # one autograd node replays the whole backward
             node.register_prehook(lambda gradients: staging.enter_backward(forward))
             node.register_hook(lambda inputs, gradients: staging.leave_backward(forward))
 
     def capture_step(self, wrapper: Any, run: Callable[[], Any]) -> Any:
-        """Run `wrapper`'s capture of a full iteration with offload."""
+        """Run `wrapper` while it captures a full iteration, with offload."""
         self._steps.add(wrapper)
         with self._engine.capture_step():
             return run()
@@ -147,17 +147,17 @@ def _list_tensors(tree: Any) -> Iterator[torch.Tensor]:
 
 
 def is_capturing() -> bool:
-    """Return whether Megatron captures layers or warms up for a capture. Such a forward is not part of a step."""
+    """Return whether Megatron is capturing layers or warming up for a capture. Such a forward is not part of a step."""
     return bool(load_module("megatron.core.transformer.cuda_graphs").is_graph_capturing())
 
 
 def may_query() -> bool:
-    """Return whether events may be queried. CUDA forbids this during a capture."""
+    """Return whether CUDA events may be queried. CUDA forbids queries during a capture."""
     return not (is_capturing() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()))
 
 
 def follow_graphs(patches: Patches, get_offload: Callable[[], Any], run_layer: Callable[..., Any]) -> None:
-    """Wrap the methods that capture and replay graphs. `run_layer` tracks a layer's replay like a forward of the layer."""
+    """Wrap the methods that capture and replay graphs. `run_layer` treats a replay as a forward of the layer."""
     for owner in (GRAPHABLE, LAYER):
         wrap_symbol(patches, owner, _CAPTURE, functools.partial(_capture, get_offload))
     wrap_symbol(patches, GRAPHABLE, _REPLAY, functools.partial(_replay, get_offload))
@@ -175,7 +175,7 @@ def _capture(get_offload: Callable[[], Any], original: Any, layer: Any, *args: A
 def _replay(get_offload: Callable[[], Any], original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
     offload = get_offload()
     outputs = offload.graphs.replay(layer, lambda: original(layer, *args, **kwargs))
-    offload.flush_delayed()  # the graph has been launched, so the CPU is idle
+    offload.flush_delayed()  # the GPU is busy with the graph, so the CPU has time
     return outputs
 
 

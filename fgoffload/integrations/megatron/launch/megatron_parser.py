@@ -1,8 +1,8 @@
 """Reads the values of Megatron-LM's flags with Megatron-LM's own parser, before the script starts.
 
-Flags differ between versions, so this uses the parser of the Megatron-LM next to the script. A script without Megatron-LM may
-have its own parser, which is unavailable until the script runs. Since 0.18, wheels of megatron-core include
-`megatron.training`. Not every script uses it, so a parser from a wheel is ignored.
+Flags differ between versions, so this module uses the parser of the Megatron-LM next to the script. A script without
+Megatron-LM may define its own parser, which exists only once the script runs. Since 0.18, wheels of megatron-core include
+`megatron.training`. A script may not use that copy, so parsers from wheels are ignored.
 """
 
 import argparse
@@ -24,9 +24,9 @@ class _ParserIsComplete(BaseException):
 
 
 def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
-    """Return the values of all Megatron-LM flags, from `words` or defaults.
+    """Return the values of all Megatron-LM flags, from `words` or defaults. Return None if no parser accepts `words`.
 
-    Return None without a parser, or if the parser rejects `words`. This imports code that the script imports too.
+    The call imports Megatron-LM's `megatron.training.arguments` into this process.
     """
     parser = _find_parser()
     if parser is None:
@@ -35,7 +35,7 @@ def read_megatron_flags(words: Sequence[str]) -> dict[str, Any] | None:
     with contextlib.redirect_stderr(silence), contextlib.redirect_stdout(silence):
         try:
             return vars(parser.parse_known_args(list(words))[0])
-        # Some argument types raise errors that argparse does not turn into an exit, such as KeyError.
+        # Some argument types raise errors that argparse does not handle, such as KeyError.
         except (SystemExit, AssertionError, LookupError, TypeError, ValueError):
             return None
 
@@ -46,11 +46,11 @@ def _find_parser() -> argparse.ArgumentParser | None:
     try:
         module = load_module(_MODULE)
     except (ImportError, IntegrationError):
-        return None  # if the script needs the module, its own import raises the error
+        return None  # a script that needs the module fails at its own import
     parse_args: Any = getattr(module, "parse_args", None)
     found: list[argparse.ArgumentParser] = []
 
-    # Since version 2, Megatron-LM passes the complete parser to the script's `extra_args_provider` and then parses.
+    # Since version 2, Megatron-LM calls the script's `extra_args_provider` with the complete parser before it parses.
     def take_parser(parser: argparse.ArgumentParser) -> NoReturn:
         found.append(parser)
         raise _ParserIsComplete
@@ -63,7 +63,7 @@ def _find_parser() -> argparse.ArgumentParser | None:
 
 
 def _is_from_wheel() -> bool:
-    """Return whether pip's metadata of an installed wheel is next to `megatron.training`."""
+    """Return whether `megatron.training` was installed from a wheel: pip's metadata is then next to the package."""
     try:
         spec = importlib.util.find_spec(_MODULE.rpartition(".")[0])
     except (ImportError, ValueError):  # Megatron is missing, or its module has no spec

@@ -35,9 +35,9 @@ class OwnFlags:
     offload: OffloadConfig | None
     """Offload settings; None if offload is off."""
     script_words: tuple[str, ...]
-    """Words without our flags and their values, in order."""
+    """Arguments for the script: all words except our flags and their values, in order."""
     remarks: tuple[str, ...] = ()
-    """Warnings about offload flags without effect."""
+    """Warnings about offload flags that have no effect."""
     trainer_budget: str | int | None = None
     """Memory budget for a script that creates a transformers Trainer, if Megatron's offload is off: `auto` or bytes."""
 
@@ -45,8 +45,8 @@ class OwnFlags:
 def take_own_flags(words: Sequence[str], *, makes_trainers: bool = False, script_text: str = "") -> OwnFlags:
     """Split `words` into our flags and the script's words.
 
-    A `--` and all words after it belong to the script. `makes_trainers` is true if the script creates a Trainer.
-    A flag in `script_text`, the script's source, is not a misspelling.
+    A `--` and all words after it belong to the script. `makes_trainers` is true if the script creates a Trainer. Flags that
+    occur in `script_text`, the script's source, are never reported as misspelled.
 
     Raises:
         ConfigError: One of our flags is misspelled or has an invalid value.
@@ -75,7 +75,7 @@ def _read_budget(text: str) -> int:
 
 
 def _check_spelling(script_words: Sequence[str], parser: FlagParser, script_text: str) -> None:
-    """Reject words that are almost one of our flags, except those that `script_text` mentions."""
+    """Reject words that closely resemble one of our flags, unless `script_text` contains them."""
     for flag in (word.partition("=")[0] for word in script_words):
         near = parser.find_nearest(flag) or ""
         is_close = difflib.SequenceMatcher(None, near, flag).ratio() >= 0.9  # about two wrong letters
@@ -86,13 +86,14 @@ def _check_spelling(script_words: Sequence[str], parser: FlagParser, script_text
 def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_trainers: bool) -> Iterator[str]:
     is_switched = any(flag.endswith(_SWITCH[2:]) for flag in given)
     if offload is None and given - {_BUDGET} and not is_switched:
-        flags = " ".join(sorted(given - {_BUDGET}))
+        flags = sorted(given - {_BUDGET})
+        ignored = f"{' '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect"
         if makes_trainers:
             arguments = ["['model.layers.*']"] if _MODULES in given else []
             arguments += ["config=TransferConfig(...)"] if given - {_BUDGET, _MODULES} else []
-            yield f"{flags} has no effect on a Trainer. In the script, pass OffloadCallback({', '.join(arguments)}) to it."
+            yield f"{ignored} on a Trainer. In the script, pass OffloadCallback({', '.join(arguments)}) to the Trainer."
         else:
-            yield f"{flags} has no effect without {_SWITCH}. Add {_SWITCH}."
+            yield f"{ignored} without {_SWITCH}. Add {_SWITCH}."
     if offload is not None and offload.activation_offload_fraction == 0:
         yield "--activation-offload-fraction 0 keeps all sites on the GPU. Use a fraction above 0."
 
@@ -100,14 +101,14 @@ def _list_remarks(offload: OffloadConfig | None, given: set[str], *, makes_train
 def apply_to_script(
     config: OffloadConfig, script_words: Sequence[str], environment: Mapping[str, str] = os.environ
 ) -> MegatronOffload:
-    """Apply offload for a script that starts afterwards in this process. Call `remove` when the script has ended.
+    """Apply offload before a script starts in this process. Call `remove` on the result when the script has ended.
 
-    The script's folder must already be first in `sys.path`; otherwise a Megatron-LM in that folder would not be found.
+    The script's folder must already be first in `sys.path`, so that a Megatron-LM in that folder is found.
 
     Args:
         config: Offload settings, see `take_own_flags`.
         script_words: Arguments for the script, without our flags.
-        environment: Environment of this process. `LOCAL_RANK` selects its GPU.
+        environment: Environment variables. `LOCAL_RANK` selects this process's GPU.
 
     Raises:
         ConfigError: A tag conflicts with a flag of the script.
@@ -124,12 +125,12 @@ def apply_to_script(
 
 
 def describe_megatron() -> str:
-    """Return a sentence with the version and the folder of the Megatron-Core in use."""
+    """Return a sentence that names the version and the folder of the imported Megatron-Core."""
     return f"Megatron-Core {get_version()} is in {Path(load_module('megatron.core').__file__).parent}."
 
 
 def _choose_gpu(environment: Mapping[str, str]) -> None:
-    """Select the GPU that Megatron-LM will select later, since the engine's streams and memory belong to one GPU."""
+    """Select the GPU that Megatron-LM will select later: the engine creates its streams and buffers on the current GPU."""
     local_rank = environment.get("LOCAL_RANK", "0")
     # If each process sees only its own GPU, that GPU is already selected.
     if not needs_cpu_support() and local_rank.isdigit() and int(local_rank) < torch.cuda.device_count():
@@ -138,7 +139,7 @@ def _choose_gpu(environment: Mapping[str, str]) -> None:
 
 def _check_tags(offload: OffloadConfig, values: dict[str, Any] | None) -> None:
     if values is None or values.get("yaml_cfg"):
-        return  # the values are unknown or in the YAML file
+        return  # the values are unknown, or a YAML file sets them
     if "num_experts" in values:  # the flag and the field have different names
         values["num_moe_experts"] = values["num_experts"]
     check_tags(offload, values)

@@ -11,14 +11,14 @@ from fgoffload.units import format_bytes
 
 
 class MemoryReading(NamedTuple):
-    """Currently allocated bytes, and peak bytes since the previous reading."""
+    """Bytes allocated now, and peak bytes since the previous reading."""
 
     allocated_bytes: int
     peak_bytes: int
 
 
 class DeviceMemory:
-    """Reads and resets the counters of PyTorch's allocator on the current CUDA device. The host does not block."""
+    """Reads and resets the counters of PyTorch's allocator on the current CUDA device, without synchronizing."""
 
     def __init__(self) -> None:
         self._device = torch.cuda.current_device()
@@ -47,14 +47,14 @@ class DeviceMemory:
 
 
 def find_device_memory(device_type: str) -> DeviceMemory | None:
-    """Return the allocator's counters, or None for a device without them, such as a CPU."""
+    """Return the allocator's counters, or None on devices without them, such as the CPU."""
     return DeviceMemory() if device_type == "cuda" else None
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
-    """Check on all ranks that the budget is above every rank's static memory before the first step. Collective.
+    """Check, before the first step, that the budget exceeds the static memory of every rank. All ranks must call this.
 
-    `static_bytes` are all allocated bytes of this process, such as weights and gradients. All ranks raise the PlanError.
+    `static_bytes` are this process's allocated bytes, such as weights and gradients. If one rank fails, all raise a PlanError.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:

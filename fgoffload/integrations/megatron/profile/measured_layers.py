@@ -14,7 +14,7 @@ from fgoffload.planner.timing.profile import DEFAULT_TOLERANCE
 
 
 class _Storages:
-    """Determines which run of a chunk counts each saved storage."""
+    """Assigns each saved storage of a chunk to the runs that count its bytes."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._microbatches: dict[int, set[int]] = {}
@@ -29,7 +29,7 @@ class _Storages:
         self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
 
     def is_static(self, key: int) -> bool:
-        """Return whether several microbatches saved the storage, such as a table that is always allocated."""
+        """Return whether several microbatches saved the storage, for example a table that exists in every step."""
         return len(self._microbatches[key]) > 1
 
     def is_in_all_layers(self, key: int) -> bool:
@@ -37,12 +37,12 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts the storage. Only the microbatch's first run does, unless all layers save the storage."""
+        """Return whether `run` counts the storage: the first run in the microbatch does, or every run if all layers save it."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
 def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts]) -> ChunkModel:
-    """Build the model of a chunk from its recorded microbatches. Each layer has its own kind."""
+    """Build the model of a chunk from its recorded microbatches. Every layer gets a kind of its own."""
     runs = [run for run in recorder.runs if run.chunk == chunk]
     storages = _Storages(runs)
     layers = []
@@ -56,7 +56,7 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
                 offloaded.add(one.number)
     layers = [_borrow(layer, layers, offloaded) if layer.number in offloaded else layer for layer in layers]
     segments = _build_segments(recorder, [run for run in runs if run.number < 0])
-    # Only one microbatch has logits at a time, because every schedule runs backward right after the last forward.
+    # Only one microbatch has logits at a time: the last pipeline stage runs backward right after each forward.
     last_bytes = _count_outer_bytes(runs, storages, is_last=True)
     last = tuple(_add_extra_bytes(segment, last_bytes) for segment in segments[1:])
     saved_bytes = _count_outer_bytes(runs, storages, is_last=False)
@@ -85,7 +85,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Co
 
 
 def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
-    """Return whether two layers have the same segments and tags, and save about the same bytes. Times are ignored."""
+    """Return whether two layers have the same segments and tags, and save about as many bytes. Times are ignored."""
     names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
     tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
     least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
@@ -93,7 +93,7 @@ def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
 
 
 def _count_outer_bytes(runs: Sequence[Run], storages: _Storages, *, is_last: bool) -> int:
-    """Return the maximum bytes per microbatch saved outside layers, or in layers but still referenced elsewhere.
+    """Return the maximum bytes per microbatch that are saved outside layers, or in layers but still referenced elsewhere.
 
     If `is_last`, only storages saved after the layers are counted; otherwise, all other storages are.
     """
@@ -120,7 +120,7 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 
 
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
-    """Select the runs whose times are used, from the runs of one layer or of the code outside layers."""
+    """Select the runs whose times count. `runs` belong to one layer, or to the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
     # The first microbatch is a warm-up and reads the memory counters.
     timed = [run for run in runs if run.microbatch > first] or runs
@@ -162,13 +162,13 @@ class _LayerBuilder:
         self._storages = storages
         self._runs = runs
         self._facts = facts
-        # Sequential experts that get no tokens save nothing, so the run with the most saves is the model.
+        # Sequential experts without tokens save nothing, so use the run with the most saved tensors.
         self._run = max(runs, key=lambda run: len(run.saved))
         self._names = self._name_tensors(self._run)
 
     def build(self) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # A plan decides later which storages are packed for offload. So every segment reserves memory to pack all of them in
+        # Which storages are packed for offload depends on the plan. So every segment reserves memory to pack all of them in
         # forward and to unpack them in backward.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
@@ -181,7 +181,7 @@ class _LayerBuilder:
         return LayerModel(kind=kind, segments=segments, tensors=self._build_tensors(), units=units.build(segments))
 
     def _add_other_experts(self, segment: Segment) -> Segment:
-        """Add the bytes that other sequential experts still hold during backward of the last expert's first linear."""
+        """Add the bytes that the other sequential experts still hold while backward is in the last expert's first linear."""
         if segment.name != "expert_fc1":
             return segment
         later = (one for one in self._build_tensors() if one.tags[:1] in (("moe_act",), ("expert_fc2",)))
@@ -189,7 +189,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return the names of the saved tensors, by key: the first segment that saves each, and its number in the segment."""
+        """Return the names of saved tensors by storage key: the first segment that saves the tensor, and a number within it."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():
@@ -211,12 +211,12 @@ class _LayerBuilder:
         tensors = []
         for key, name in self._names.items():
             record = self._run.saved[key]
-            # A tensor without a tag gets the name of its first segment as its tag. No flag selects this name.
+            # A tensor without a tag gets its first segment's name as a tag, which no flag can select.
             tags = tuple(record.tags) or tuple(record.segments)[:1]
             tensors.append(
                 SavedTensor(
                     name=name,
-                    # A recomputed layer offloads its input as `layer_input`.
+                    # If the whole layer is recomputed, its input is offloaded as `layer_input`.
                     tags=("layer_input", *tags) if name == LAYER_INPUT else tags,
                     size_bytes=most[name],
                     is_same_in_all_layers=self._storages.is_in_all_layers(key),

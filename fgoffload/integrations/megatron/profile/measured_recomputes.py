@@ -18,7 +18,7 @@ class UnitBuilder:
 
     facts: LayerFacts
     run: Run
-    """One forward and backward of the layer."""
+    """Recorded forward and backward of the layer for one microbatch."""
     names: Mapping[int, str]
     """Names of the layer's saved tensors, by storage key."""
     is_in_all_layers: Callable[[int], bool]
@@ -58,7 +58,7 @@ class UnitBuilder:
             record.outputs if unit.is_refilled else frozenset()
         )
         output_bytes = sum(saved.size_bytes for key, saved in self.run.saved.items() if key in record.outputs)
-        # Megatron's checkpoint copies the recomputed output into place. This moves about as many bytes as the norm itself.
+        # Megatron's checkpoint copies the recomputed output into place, which moves about as many bytes as the norm itself.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if unit.is_refilled else 0.0
         # A view keeps its whole storage alive. Megatron's value, for example, is a view of a tensor with query, key and value.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self.run.saved)
@@ -77,8 +77,8 @@ class UnitBuilder:
             return None
         outputs = {key: saved for key, saved in self.run.saved.items() if next(iter(saved.tags), None) == "expert_fc2"}
         output_bytes = sum(saved.size_bytes for saved in outputs.values())
-        # Without fusion, the operators of the activation save intermediate results as large as its output. Its other input, the
-        # probabilities, is smaller.
+        # Without fusion, the activation's operators save intermediate results as large as its output. The probabilities, its
+        # other input, are smaller.
         inside = {
             key
             for key, saved in self.run.saved.items()
@@ -95,7 +95,7 @@ class UnitBuilder:
         )
 
     def _count_copy(self, seconds: float, size_bytes: int) -> dict[str, Any]:
-        """Return the cost of copying an output into place. Without FP8, only Megatron's own checkpoint copies."""
+        """Return the cost of copying an output into place. Without FP8, only Megatron's own checkpoint makes this copy."""
         kind = "extra" if self.facts.is_quantized else "copy"
         return {f"{kind}_s": seconds, f"{kind}_bytes": size_bytes}
 
@@ -107,7 +107,7 @@ class UnitBuilder:
             return None
         token_bytes, permuted_bytes = (self.run.saved[key].size_bytes for key in (tokens, permuted))
         segment = segments[names.index("expert_fc1") - 1]
-        # The sort by expert, which reads and writes the permuted tokens, is not recomputed.
+        # Sorting by expert reads and writes the permuted tokens, and is not recomputed.
         fraction = (token_bytes + permuted_bytes) / (token_bytes + 3 * permuted_bytes)
         return UnitModel(
             name="dispatch",
@@ -141,7 +141,7 @@ class UnitBuilder:
             return False
         record = self.run.modules.get(until)
         if record is None:
-            return True  # the module is a linear, which saves only its input
+            return True  # the module is a linear layer, which saves only its input
         return key in record.inputs or (key not in record.outputs and saved.size_bytes in record.tensor_bytes)
 
     def _find_end(self, norm: str) -> str:

@@ -1,7 +1,7 @@
-"""Finds the modules of a layer whose recompute is bitwise identical, from the autograd graph of one run.
+"""Finds the modules of a layer that a plan can recompute bitwise identically, from the autograd graph of one run.
 
 [Note: Bitwise identical units]
-A checkpoint sums the gradients of its input separately and passes on the sum. If other modules use that input too, a step
+A checkpoint first sums the gradients of its input, and then passes on the sum. If other modules use that input too, a step
 without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
 unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of
 the original forward, which is always bitwise identical. With FP8, units use Megatron's checkpoints instead of `reruns.py`.
@@ -27,7 +27,7 @@ GetRecorder = Callable[[], StepRecorder | None]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WatchedUnit:
-    """Recompute unit that is a module of a layer."""
+    """Recompute unit that consists of one module of a layer."""
 
     name: str
     module: torch.nn.Module
@@ -52,7 +52,7 @@ class LayerFacts:
     units: tuple[str, ...]
     """Units that can be recomputed."""
     watched: tuple[WatchedUnit, ...]
-    """Units that are modules."""
+    """Units that consist of one module, with their modules."""
     wait: HostWait | None
     """How the host synchronizes before it launches the experts."""
     is_quantized: bool = False
@@ -62,7 +62,7 @@ class LayerFacts:
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
-    """Return the `units` of a Megatron layer that are modules, except up-projections of latent attention."""
+    """Return the `units` of a Megatron layer that consist of one module, except up-projections of latent attention."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
     # Without a norm before it, the MLP shares its input with the residual.
@@ -83,7 +83,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Add hooks that record these modules, and return the hook handles. `get_recorder` returns None outside measured steps."""
+    """Add hooks that record these modules, and return the handles. `get_recorder` must return None outside measured steps."""
     handles = []
     for unit in watched:
         begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))
@@ -127,7 +127,7 @@ def _end_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, arg
 
 
 def count_edges(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> int:
-    """Return the highest number of times that the graph of `outputs` reaches any one of `inputs`."""
+    """Return the maximum number of edges from the graph of `outputs` to any one of `inputs`."""
     found = [torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if tensor.requires_grad]
     ends: dict[Any, int] = {(edge.node, edge.output_nr): 0 for edge in found}
     nodes = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]

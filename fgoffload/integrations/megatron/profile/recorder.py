@@ -1,14 +1,14 @@
 """Records a measured step: the times of segments in forward and backward, and every saved storage.
 
 The recorder's hooks replace the engine's around each model, layer and site. A segment is a site's region, or the code between
-two regions. Each tensor that backward unpacks shows the current segment. Timed events on the compute stream separate the
+two regions. In backward, each unpacked tensor identifies the current segment. Timed events on the compute stream separate the
 segments, so the host never waits, and results are bitwise identical.
 
-Hooks slow the CPU down. After forward synchronizes with the device, as token dispatchers do, the step is launch-bound. So in
-the first microbatches, the recorder stalls the device before each segment of forward while the CPU gets ahead.
+The hooks slow the CPU down. After a synchronization in forward, as in token dispatchers, the step would be launch-bound. So in
+the first microbatches, the recorder stalls the device before each segment of forward, and the CPU gets ahead.
 
 A measured layer that does not fit in the budget is offloaded. The clock of its segments stops while the engine submits a group
-or returns a tensor, because compute may wait for copies there. A plan counts these waits separately.
+or returns a tensor, because compute may then wait for copies, which a plan counts separately.
 """
 
 import contextlib
@@ -33,14 +33,14 @@ _STALL_S = 2e-3
 """Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
-"""Number of stalled microbatches per chunk. Only their times are used. The first is a warm-up, used if there is no other."""
+"""Number of stalled microbatches per chunk. Only their times count. The first is a warm-up, which counts if it is alone."""
 
 FIRST, LAST = "first", "last"
-"""Segments of a model chunk before and after its layers."""
+"""Names of the segments before and after the layers of a model chunk."""
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the inner handle and the segment. Without `saving`, the tensor is kept."""
+    """Handle of a tensor saved in a measured step: the inner handle and the segment. Without `saving`, it stays on the GPU."""
 
     __slots__ = ("handle", "saving", "segment")
 
@@ -82,7 +82,7 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Record the input of the site. Unpacked tensors show the position of backward, so no mark is needed."""
+        """Record the input of the site. No start mark is needed, because unpacked tensors show where backward is."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
@@ -162,7 +162,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def layer(self, chunk: int, number: int, hidden: torch.Tensor, *, inner: Saving | None = None) -> Iterator[None]:
-        """Record the forward of a layer with the input `hidden`. `inner`, if any, offloads its saved tensors."""
+        """Record the forward of a layer with the input `hidden`. `inner`, if any, offloads the layer's saved tensors."""
         run = self._add_run(chunk, number=number)
         if inner is not None:
             run.is_offloaded, run.is_sampled = True, False
@@ -179,17 +179,17 @@ class StepRecorder:
             self._switch(None if self._model is None else self._model.get_segment(LAST), is_backward=False)
 
     def find_region(self, site: Site, lane: Lane, *, inner: Region | None = None) -> Region | None:
-        """Return a recording region. Outside a recorded layer, return `inner`, the engine's region, if any."""
+        """Return a region that records `site`. Outside a recorded layer, return `inner`, the engine's region, if any."""
         run = self.current_layer
         return inner if run is None or run.number != site.layer else RecordedRegion(self, run, site, lane, inner)
 
     def enter(self, segment: SegmentRecord) -> None:
-        """Begin the segment of a region that forward enters."""
+        """Begin `segment` when forward enters its region."""
         self._stack.append(segment)
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the segment of the region that forward leaves."""
+        """End the segment of the region that forward leaves, and begin the one after it."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
@@ -266,7 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Reading the counters is slow, so only the first microbatch does. Its times are not used if there are others.
+        # Reading the counters is slow, so only the first microbatch reads them. Its times count only if there are no others.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES

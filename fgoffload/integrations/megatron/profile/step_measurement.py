@@ -1,6 +1,6 @@
-"""Measures a training step in Megatron-Core's schedules, for one rank of a profile.
+"""Measures a training step of one rank in Megatron-Core's schedules.
 
-A recorded step neither offloads nor recomputes, and its results are bitwise identical.
+A recorded step neither offloads nor recomputes. Its results are bitwise identical to those of a step without recording.
 """
 
 import contextlib
@@ -67,9 +67,9 @@ class StepMeasurement:
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
         self.call: ScheduleCall | None = None
-        """Schedule call of the recorded step."""
+        """The call of the schedule that runs the recorded step."""
         self._recorder: StepRecorder | None = None
-        """Recorder of the step, until `take_profile` is called."""
+        """Recorder of the step. `take_profile` drops it."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
         self._models: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._hooks: list[Any] = []
@@ -87,7 +87,7 @@ class StepMeasurement:
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop measuring and remove the hooks in layers, which would slow planned steps down."""
+        """Stop measuring, and remove the hooks of layers, which would slow down later steps."""
         while self._hooks:
             self._hooks.pop().remove()
         self.forget()
@@ -134,7 +134,7 @@ class StepMeasurement:
 
     def begin_step(self, call: ScheduleCall) -> None:
         """Start recording if a step was requested. Called when a schedule begins."""
-        # In state RECORDING, the previous step has raised an exception. Its incomplete records are dropped.
+        # If the state is RECORDING, the previous step raised an exception. Its incomplete records are dropped.
         if self.state in (MeasurementState.REQUESTED, MeasurementState.RECORDING):
             self.call = call
             self._recorder = StepRecorder(self._device, memory=self._memory, observers=self._observers)
@@ -159,7 +159,7 @@ class StepMeasurement:
         return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region that records a site of the layer that forward is in, while a step is recorded."""
+        """Return a region that records a site of the current layer, or None if no step is recorded."""
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -171,7 +171,7 @@ class StepMeasurement:
     def take_profile(self) -> RankProfile:
         """Return the profile of the recorded step and drop its records. The host blocks until the step is done.
 
-        All allocated bytes are reported as static memory, so call this after the autograd graphs of the step are freed.
+        All allocated bytes count as static memory, so call this only after the autograd graphs of the step are freed.
 
         Raises:
             StateError: No step has been recorded since the last call.

@@ -1,4 +1,4 @@
-"""Records of a measured step: timed segments, saved storages, and modules that can be recomputed."""
+"""Defines the records of a measured step: timed segments, saved storages, and modules that can be recomputed."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from fgoffload.engine.geometry import View, choose_gathered, get_gathered_bytes
 from fgoffload.engine.identity import StorageRef
 
 Span = tuple[Event, Event]
-"""Start and end of a period of work on the device."""
+"""Events at the start and the end of a period on the device."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -24,7 +24,7 @@ class SegmentRecord:
     forward: list[Span] = dataclasses.field(default_factory=list)
     backward: list[Span] = dataclasses.field(default_factory=list)
     born_bytes: int = 0
-    """Bytes of storages first saved in this segment. 0 once backward has left it."""
+    """Bytes of the storages first saved in this segment. Reset to 0 when backward leaves the segment."""
     forward_extra_bytes: int = 0
     backward_extra_bytes: int = 0
     """Peak device bytes in each pass beyond static and saved bytes, or 0 if not measured."""
@@ -40,11 +40,11 @@ class SavedRecord:
     element_bytes: int
     """Element size in bytes of the first saved tensor, for the engine's minimum size."""
     modules: frozenset[str]
-    """Watched modules that contain all its saves."""
+    """Units of the watched modules that contain every save of the storage."""
     is_held: bool = False
-    """Whether other code references it until backward. The schedule, for example, holds tensors of other pipeline ranks."""
+    """Whether other code references it until backward. The schedule, for example, holds tensors from other pipeline ranks."""
     tags: dict[str, None] = dataclasses.field(default_factory=dict)
-    """Tags that save it, in forward order."""
+    """Tags whose regions save it, in forward order."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
     """Segments that save it, including those between regions, in forward order."""
     views: set[View] = dataclasses.field(default_factory=set)
@@ -62,20 +62,20 @@ class ModuleRecord:
     inputs: frozenset[int] = frozenset()
     """Storage keys of the input tensors."""
     input_bytes: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Storage bytes of inputs that require a gradient, by key. A checkpoint keeps the whole storage of a view."""
+    """Storage bytes of inputs that require a gradient, by storage key. A checkpoint keeps the whole storage of a view."""
     tensor_bytes: frozenset[int] = frozenset()
-    """Sizes of the same inputs, not of their storages. A contiguous copy of an input has the same size."""
+    """Tensor sizes of the same inputs, in bytes. A contiguous copy of an input has the same size."""
     outputs: frozenset[int] = frozenset()
     """Storage keys of the output tensors."""
     segments: dict[str, None] = dataclasses.field(default_factory=dict)
     """Segments that began inside the module, in forward order."""
     input_edges: int = 0
-    """How often the module's autograd graph reaches its input."""
+    """Maximum number of edges from the module's autograd graph to any one of its inputs."""
 
 
 @dataclasses.dataclass(slots=True, eq=False, kw_only=True)
 class Run:
-    """One microbatch through one layer, or through the code of a model chunk outside its layers."""
+    """One microbatch's pass through a layer, or through the code of a model chunk outside its layers."""
 
     chunk: int
     microbatch: int
@@ -89,7 +89,7 @@ class Run:
     """Storage key of the layer's input."""
     input_bytes: int = 0
     input_keys: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Storage key of each site's input, by tag."""
+    """Storage keys of the sites' inputs, by tag."""
     segments: dict[str, SegmentRecord] = dataclasses.field(default_factory=dict)
     """Segments by name, in forward order."""
     saved: dict[int, SavedRecord] = dataclasses.field(default_factory=dict)
@@ -97,13 +97,13 @@ class Run:
     modules: dict[str, ModuleRecord] = dataclasses.field(default_factory=dict)
     """Modules that can be recomputed, by the name of their unit."""
     current: SegmentRecord | None = None
-    """Segment that forward entered last."""
+    """Segment that forward entered most recently."""
     open_modules: frozenset[str] = frozenset()
     """Units of the modules that forward is in."""
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
 
     def name_storage(self, tensor: torch.Tensor) -> int:
-        """Return the storage key of `tensor`: its address. The run keeps a reference, so no other storage reuses it."""
+        """Return the storage key of `tensor`, its address. The run keeps a weak reference, so no other storage gets the key."""
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 
