@@ -123,7 +123,7 @@ def has_op_fuser(module: Any) -> bool:
 
 
 def is_quantized(config: Any) -> bool:
-    """Return whether this config makes the model's linears compute in FP8 or FP4."""
+    """Return whether the model's linears compute in FP8 or FP4."""
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 

@@ -58,7 +58,7 @@ FILLED_FRACTION = 0.8
 """Fraction of the budget that the first step may fill before it offloads layers. The rest is for temporary memory."""
 
 MAX_CHECKS = 3
-"""How many consecutive plans are checked after their first step. See [Note: A plan that exceeds its prediction]."""
+"""Maximum number of consecutive plans checked after their first step. See [Note: A plan that exceeds its prediction]."""
 
 
 class AutoOffload(StepMeasurement):
@@ -93,11 +93,11 @@ class AutoOffload(StepMeasurement):
         self._peak_bytes: int | None = None
         """Peak device bytes of the first step under the plan in use; None if there is nothing to check."""
         self._checks_left = 0
-        """How many more plans are checked after their first step."""
+        """Number of plans that may still be checked after their first step."""
         self._excess_bytes = 0
         """Maximum bytes by which a step exceeded its prediction. Later plans leave that much free."""
         self._seconds: list[float] | None = None
-        """Seconds of each full step under the plan in use; None if no other plan will be compared with it."""
+        """Duration of each full step under the plan in use, in seconds; None if no other plan will be compared with it."""
         self._start_s = 0.0
         """Start of the current step, from `perf_counter`."""
         self._first_tried: TriedStep | None = None

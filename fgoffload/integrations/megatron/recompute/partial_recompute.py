@@ -7,7 +7,7 @@ The submodule saves a placeholder for the result of the first part (`detached_ou
 submodule's forward and recomputed before its backward (`reruns.py`). So only the first part's input is saved, and the submodule
 runs once.
 
-Another result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
+Any other result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
 Megatron's own forward and uses no other result. This excludes attention with an output gate, and experts with biases.
 """
 

@@ -21,8 +21,8 @@ and its detached outputs until they are emptied. It references the placeholders 
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
-restored. That costs the host as much as the rest of a rerun in forward. So the states before and after the first run of a
-function are compared. If they are equal, we assume that the function never draws random numbers.
+restored. That takes as much host time as the rest of a rerun in forward. So we compare the states before and after the first
+run of a function. If they are equal, we assume that the function never draws random numbers.
 """
 
 import contextlib
