@@ -150,7 +150,7 @@ def test_recompute_inputs_are_freed_after_backward(unit, dispatcher, monkeypatch
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        ({(0, "mlp_act"): R}, "0.mlp_act, but this layer's .* do not allow that. It can recompute: layer, attn_norm"),
+        ({(0, "mlp_act"): R}, "0.mlp_act, but this layer's .* do not allow that. The layer can recompute: layer, attn_norm"),
         ({(1, "mlp_fc1"): R}, "1.mlp_fc1, but this layer's .* do not allow that"),
         ({(0, "moe"): R}, "0.moe, but this layer's .* do not allow that"),
         ({(1, "moe_act"): R}, "1.moe_act, but this layer's .* do not allow that"),

@@ -2,7 +2,7 @@
 
 A dispatcher keeps the routing probabilities of its last forward in an attribute, and the probabilities keep their graph alive.
 If a checkpoint recomputed that forward, the graph starts at a leaf: a copy of the layer's input, with its gradient. Both would
-stay on the GPU until the layer's next forward: 2sbh elements per recomputed MoE layer (s tokens, b sequences, hidden size h).
+stay on the GPU until the layer's next forward: 2sbh elements per recomputed MoE layer (s: sequence, b: batch, h: hidden).
 
 Source: `dispatch_preprocess` of megatron-core 0.16.1; memory measured on an H200 between two steps (docs/decisions.md).
 """
@@ -25,7 +25,7 @@ _LAST_METHOD = "combine_postprocess"
 
 @functools.cache
 def permutes_by_mask() -> bool:
-    """Return whether the unfused permutation calls `masked_select`, which makes the host wait. Since 0.17, it sorts instead."""
+    """Return whether the unfused permutation calls `masked_select`, which synchronizes the host. Since 0.17, it sorts."""
     permute = inspect.unwrap(load_module("megatron.core.transformer.moe.moe_utils").permute)
     return "masked_select" in permute.__code__.co_names
 

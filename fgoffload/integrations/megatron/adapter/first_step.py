@@ -66,13 +66,12 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
         elif not has_sites:
             raise IntegrationError(
                 f"--offload-modules {tag!r} has no site in this model on any rank, so it has no effect. Remove the "
-                "tag, or choose a layer implementation that has its module."
+                "tag, or choose a layer implementation that contains its module."
             )
         elif is_offloaded and not has_saved:
             raise IntegrationError(
-                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Recompute of "
-                "the layer or module drops its tensors, and modules with frozen parameters save none. Leave the tag out, or "
-                "recompute less."
+                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Recompute "
+                "drops the module's tensors, and a module with frozen parameters saves none. Remove the tag, or recompute less."
             )
         elif is_offloaded and not has_moved:
             stats = step.tags.get(tag)

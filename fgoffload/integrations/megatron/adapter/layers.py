@@ -1,4 +1,4 @@
-"""Tracks which layer of a Megatron model is in forward, and prepares the sites and recompute units of each layer."""
+"""Tracks the layer that forward has reached in a Megatron model, and prepares the sites and recompute units of each layer."""
 
 import contextlib
 import functools
@@ -44,7 +44,7 @@ NEWER_LAYERS = (
     "megatron.core.transformer.transformer_layer:HyperConnectionTransformerLayer",
     "megatron.core.ssm.mamba_layer:MambaLayer",
 )
-"""Layer classes that define their own `forward` and exist only in some versions of Megatron-Core."""
+"""Other layer classes with a `forward` of their own. Not every version of Megatron-Core has all of them."""
 SCHEDULE_NODE = "megatron.core.pipeline_parallel.utils:ScheduleNode"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 SCHEDULE_NAMES = (
@@ -229,7 +229,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
     if is_capturing():
         return original(layer, *args, **kwargs)
     if is_inert():
-        # Without grad mode, this is a checkpoint's forward, which has reached the layer. Otherwise it is a recompute.
+        # Without grad mode, this is the forward of a checkpoint. With grad mode, it is a recompute.
         if not torch.is_grad_enabled():
             offload.layer = get_number(layer)
         return original(layer, *args, **kwargs)
@@ -249,7 +249,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
 def _check_config(config: Any, offload: MegatronOffload) -> None:
     if getattr(config, "cpu_offloading", False):
         raise IntegrationError(
-            "--cpu-offloading-num-layers and activation offload would move the same tensors. Leave one of them out."
+            "--cpu-offloading-num-layers and activation offload would move the same tensors. Remove one of them."
         )
     if offload.actions.plan is not None:
         with naming_plan_file(offload.config.offload_plan):
@@ -265,12 +265,12 @@ def _check_config(config: Any, offload: MegatronOffload) -> None:
     if is_overlapped and offload.measurement is not None:
         raise IntegrationError(
             "--overlap-moe-expert-parallel-comm interleaves two microbatches, but --offload-modules auto measures one layer at "
-            "a time. Leave the first flag out, or pass tags or a plan instead of auto."
+            "a time. Remove the first flag, or pass tags or a plan instead of auto."
         )
     if is_overlapped and offload.actions.recomputes:
         raise IntegrationError(
             "--overlap-moe-expert-parallel-comm runs parts of layers separately, so a plan cannot recompute modules. "
-            "Leave the flag out, or use a plan without recompute."
+            "Remove the flag, or use a plan without recompute."
         )
     # Our commands run these checks before Megatron starts. Code that calls `apply` directly has no earlier check.
     check_selective(offload.config, vars(config))

@@ -83,14 +83,14 @@ class MegatronOffload:
         self._open: dict[str, Region | CapturedRegion] = {}
         """Regions from `open_region` that have not ended, by tag."""
         self.holding = Holding(self._submit_held)
-        """Delays the copies of ended groups until the host has received the bytes that it waits for."""
+        """Delays the copies of ended groups until the host no longer waits for the device."""
         self._call: ScheduleCall | None = None
         self.ending_block: weakref.ref[torch.nn.Module] | None = None
         """Last block before the loss in the current model; None if other pipeline stages follow."""
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._max_warned_microbatches = 0
-        """Maximum number of microbatches per step in warnings so far."""
+        """Largest number of microbatches per step that was warned about so far."""
 
     def __repr__(self) -> str:
         hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
@@ -143,7 +143,7 @@ class MegatronOffload:
     def enter_block(self, block: torch.nn.Module, chunk: int) -> None:
         """Record that forward has reached `block` of model chunk `chunk`.
 
-        Some models, such as BERT and T5, have no wrapped forward. Their next forward begins when a block is reached again.
+        We do not wrap the forward of some models, such as BERT and T5. Their next forward begins when a block is reached again.
         """
         if is_inert():
             return
@@ -202,7 +202,7 @@ class MegatronOffload:
         return contextlib.nullcontext()
 
     def watch_attention(self) -> _Context:
-        """Return a context manager for the current layer's attention, which watches saves if only attention is watched."""
+        """Return a context manager for the current layer's attention. It watches saves only for `Watched.ATTENTION`."""
         if self._lane is None or self._find_watched() is not Watched.ATTENTION or self._is_recording:
             return contextlib.nullcontext()
         return self.engine.watch(self._lane)

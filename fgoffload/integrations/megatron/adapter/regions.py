@@ -106,7 +106,7 @@ class _LinearSites:
         self._fc2 = self._begin(self._tags.fc2, find_tensor(args, kwargs))
         result = original(module, *args, **kwargs)
         self._switch_saving(None)
-        # Forward no longer uses the saves of this pair.
+        # Forward no longer needs this pair's saved tensors.
         self._end(self._act)
         self._end(self._fc2)
         self._act = self._fc2 = None
@@ -153,7 +153,7 @@ def _enter(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor) -> S
 
 
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return a call's first tensor argument, or an empty tensor. In Megatron's modules, this tensor has the hidden states."""
+    """Return a call's first tensor argument, or an empty tensor. In Megatron's modules, it holds the hidden states."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

@@ -1,4 +1,4 @@
-"""Chooses the tags that may be offloaded, an action for each site of a rank, and the ops of each layer to watch."""
+"""Chooses which tags may be offloaded, the action for each site of a rank, and which ops of each layer to watch."""
 
 import dataclasses
 import logging
@@ -16,7 +16,7 @@ from fgoffload.watched import Watched, find_watched
 logger = logging.getLogger(__name__)
 
 _NEVER_AUTO = ("fused_group_mlp", "gdp_qkv")
-"""Tags that `auto` excludes. Only runs on Megatron-Core's development branch compare the results of their modules."""
+"""Tags that `auto` excludes, because their modules are tested only with Megatron-Core's development branch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,11 +121,11 @@ class SiteActions:
         return self._watched[key]
 
     def list_offloaded(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the tags of a registered layer that are offloaded."""
+        """Return the offloaded tags of a registered layer."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self.by_site[site].offloads)
 
     def list_recomputed(self, chunk: int, layer: int) -> tuple[str, ...]:
-        """Return the units of a registered layer that are recomputed in backward."""
+        """Return the recomputed units of a registered layer."""
         return tuple(site.tag for site in self._list_layer(chunk, layer) if self.by_site[site].recomputes)
 
     def list_tags(self, chunk: int, layer: int) -> tuple[str, ...]:
@@ -145,20 +145,20 @@ def _check_layer(layer: LayerSites, planned: Mapping[str, Action]) -> None:
             possible = ", ".join(unit.name for unit in RECOMPUTE_UNITS if unit.name in layer.units)
             raise PlanError(
                 f"The plan recomputes layers.{layer.number}.{name}, but this layer's implementation, quantization or "
-                f"parallel sizes do not allow that. It can recompute: {possible}. Choose one of these units, or leave "
-                f"{name} out."
+                f"parallel sizes do not allow that. The layer can recompute: {possible}. Choose one of these units, "
+                f"or remove {name} from the plan."
             )
         for tag in unit.covers:
             if planned.get(tag, Action.KEEP).offloads:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and offloads layers.{layer.number}.{tag}, but the "
-                    f"recompute already drops the tensors of {tag}. Leave one of the two actions out of the plan."
+                    f"recompute already drops the tensors of {tag}. Remove one of the two actions from the plan."
                 )
         for other in (*unit.covers, *unit.excludes):
             if other != name and planned.get(other, Action.KEEP).recomputes:
                 raise PlanError(
                     f"The plan recomputes layers.{layer.number}.{name} and layers.{layer.number}.{other}, which overlap. "
-                    "Leave one of them out of the plan."
+                    "Remove one of them from the plan."
                 )
 
 
@@ -182,7 +182,7 @@ class RankBalance:
         """Microbatches per step for which the kept sites were chosen; 0 during the first step."""
 
     def record(self, site: Site, group: Group) -> None:
-        """Record the group to which a forward of `site` saves."""
+        """Record the group that holds the saves of one forward of `site`."""
         if self._delta_bytes and not self._microbatches:
             self._groups.append((site, group))
 
@@ -202,7 +202,7 @@ class RankBalance:
         for site in reversed(tuple(moved_bytes)):
             if less_bytes <= 0:
                 break
-            # Also keep a site that offloaded nothing: it shares storages with an earlier site, and could offload them instead.
+            # Also keep a site that offloaded nothing: it may share storages with an earlier site, and offload them instead.
             kept.append(site)
             less_bytes -= moved_bytes[site]
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())

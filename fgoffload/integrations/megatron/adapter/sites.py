@@ -123,22 +123,22 @@ def has_op_fuser(module: Any) -> bool:
 
 
 def is_quantized(config: Any) -> bool:
-    """Return whether this config makes the model's linears compute in FP8 or FP4."""
+    """Return whether the model's linears compute in FP8 or FP4."""
     return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
     """Choose whether the grouped linears of `experts` save their whole input or a tensor per expert.
 
-    With bf16, they save the whole input. Views for 16 experts take no less memory, but cost the host 2 ms more per layer and
-    microbatch. The device is idle meanwhile, because the host has just waited for the routing. With FP8, they save a tensor per
+    With bf16, they save the whole input. Views for 16 experts use as much memory, and add 2 ms of host time per layer and
+    microbatch while the device is idle, because the host has just waited for the routing. With FP8, they save a tensor per
     expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
 
     Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
     """
     if is_quantized(getattr(experts, "config", None)):
         if getattr(experts, "offload_expert_fc1", False):
-            # Not through `patches`: Megatron turns the attribute on only for offload, so it stays off after `remove`.
+            # Not restored by `patches`: Megatron turns the attribute on only for offload, so it stays off after `remove`.
             setattr(experts.linear_fc1, _SAVE_ORIGINAL_INPUT, False)
         return
     if not set(EXPERT_TAGS) & set(offloaded):

@@ -4,8 +4,8 @@
 The first step is measured with all activations on the GPU. When the next schedule begins, the optimizer has allocated its
 memory and all activations are freed, so the memory in use is static. All processes exchange their measurements. The first
 process makes the plan and sends it, or an error, to the others. So all processes apply the same plan or raise the same error. A
-plan covers a maximum number and size of microbatches, which are the same on all processes. For more microbatches, a new plan is
-made at once. Larger microbatches are measured first.
+plan covers a maximum number and size of microbatches, which are the same on all processes. If a step has more microbatches, a
+new plan is made at once. If its microbatches are larger, the step is measured first.
 
 [Note: A step that does not fit]
 A model that needs a budget may not fit with all activations on the GPU. So the measured step keeps a layer on the GPU only if
@@ -16,9 +16,9 @@ selected. A later measurement ([Note: Two plans] in `measured_plans`) must not f
 simulation finds which layers may stay on the GPU. If the step would not fit at all, it is not measured.
 
 [Note: A plan that exceeds its prediction]
-The measured step and the plan keep different layers on the GPU, so temporary memory may differ. So the first step under a plan
-is checked. If it exceeded the budget on any rank, the next plan leaves the excess over the prediction free. After `MAX_CHECKS`
-plans that exceed the budget, the last one is kept, with a warning.
+The measured step and the plan keep different layers on the GPU, so temporary memory may differ. We therefore check the first
+step under a plan. If it exceeded the budget on any rank, the next plan leaves the excess over the prediction free. After
+`MAX_CHECKS` plans that exceed the budget, the last one is kept, with a warning.
 """
 
 import dataclasses
@@ -58,13 +58,13 @@ FILLED_FRACTION = 0.8
 """Fraction of the budget that the first step may fill before it offloads layers. The rest is for temporary memory."""
 
 MAX_CHECKS = 3
-"""How many consecutive plans are checked after their first step. See [Note: A plan that exceeds its prediction]."""
+"""Maximum number of consecutive plans checked after their first step. See [Note: A plan that exceeds its prediction]."""
 
 
 class AutoOffload(StepMeasurement):
     """Measures steps, makes plans within the budget in `config`, and applies them with `use_plan`.
 
-    The engine offloads the layers that do not fit while a step is measured.
+    While a step is measured, the engine offloads the layers that do not fit.
     """
 
     def __init__(self, config: OffloadConfig, engine: OffloadEngine, *, use_plan: Callable[[OffloadPlan], None]) -> None:
@@ -79,7 +79,7 @@ class AutoOffload(StepMeasurement):
         self._measured: MeasuredStep | None = None
         self._link: LinkProfile | None = None
         self._static_bytes = 0
-        """Allocated bytes when the measured step begins, or bytes of parameters and gradients on a device without counters."""
+        """Allocated bytes when the measured step begins, or parameter and gradient bytes if the device counts no memory."""
         self._staying: Layers | None = None
         """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0
@@ -93,11 +93,11 @@ class AutoOffload(StepMeasurement):
         self._peak_bytes: int | None = None
         """Peak device bytes of the first step under the plan in use; None if there is nothing to check."""
         self._checks_left = 0
-        """How many more plans are checked after their first step."""
+        """Number of plans that may still be checked after their first step."""
         self._excess_bytes = 0
         """Maximum bytes by which a step exceeded its prediction. Later plans leave that much free."""
         self._seconds: list[float] | None = None
-        """Seconds of each full step under the plan in use; None if no other plan will be compared with it."""
+        """Duration of each full step under the plan in use, in seconds; None if no other plan will be compared with it."""
         self._start_s = 0.0
         """Start of the current step, from `perf_counter`."""
         self._first_tried: TriedStep | None = None

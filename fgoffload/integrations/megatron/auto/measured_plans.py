@@ -12,7 +12,7 @@ one more step is measured, after warm-up. The second plan is made from that step
 steps showed ([Note: Cost of copies on a launch-bound host] in `planner/host_overhead.py`). The second plan is timed too, and
 the faster plan is kept. This comparison is called a trial. All its steps are training steps with bitwise identical results. The
 timing of a step ends when the next step begins, so it includes the script's work in between. The first step under a plan is not
-timed, because the allocator still adapts. The median ignores one step with an evaluation or checkpoint.
+timed, because the allocator is still adapting. The median ignores one step with an evaluation or checkpoint.
 
 A step with more or larger microbatches than planned ends a trial, and a plan for that step starts a new one. Smaller steps are
 neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails. It is also kept if there

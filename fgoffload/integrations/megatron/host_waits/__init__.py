@@ -1,1 +1,1 @@
-"""Prevents offload copies from making Megatron's host wait longer for the device."""
+"""Prevents offload copies from prolonging Megatron's host-device synchronizations."""

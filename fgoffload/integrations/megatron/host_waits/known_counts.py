@@ -2,13 +2,13 @@
 
 A token dispatcher synchronizes on the token counts, because only the device has the sizes of the experts' inputs. Forward
 cannot avoid this. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts, so the host
-already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device, and this wait
-ends its lead. So kernels after the wait are launched while the device has little work left.
+already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device. This wait
+ends its lead, so the device may run out of queued kernels.
 
 [Note: Known counts]
 So we store the counts of a checkpointed forward, and its recompute uses them at once. The recompute still requests its own
 counts, but does not wait for them. We compare both when the requested counts arrive, and raise an error if they differ. A
-difference means that the router chose differently in the recompute, so the gradients are wrong even without this reuse.
+difference means that the router chose differently in the recompute, so the gradients would be wrong even without this reuse.
 
 Only the first dispatcher of a checkpoint reuses counts. Later dispatchers depend on the combine of the experts' outputs. Unless
 fused permutation or deterministic algorithms are on, the combine adds with atomics, and a recompute may differ in the last bit.

@@ -69,8 +69,8 @@ def exchange_shapes(
 ) -> tuple[Sequence[int], Sequence[int]]:
     """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes of the previous and next stage.
 
-    Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the numbers to the
-    device and to the host, without the copy engines. If there is no tensor, its shape is `NO_SHAPE`.
+    Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the shapes to the
+    device and to the host, without the copy engines. `NO_SHAPE` stands for a missing tensor.
 
     Source for the order: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1.
     """

@@ -1,4 +1,4 @@
-"""Prevents copies to the host from making Megatron's host wait longer for the device.
+"""Prevents copies to the host from prolonging Megatron's waits for the device.
 
 The device is idle while the host waits for a few bytes, such as the token counts of the experts. Each direction has one copy
 engine, which runs copies in order. So these bytes would wait for milliseconds behind the offloaded tensors of an attention
@@ -74,7 +74,7 @@ def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:
 def has_wait(layer: Any) -> bool:
     """Return whether the host waits for token counts in each forward of `layer`."""
     dispatcher = _find_dispatcher(layer)
-    # With a fixed number of tokens per expert, the host has the counts.
+    # With a fixed number of tokens per expert, the host already knows the counts.
     return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity
 
 
@@ -101,7 +101,7 @@ def _list_held_of(dispatcher: type) -> list[HeldWait]:
 
 def _run_held_wait(get_offload: GetOffload, wait: HeldWait, original: Any, dispatcher: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(dispatcher, *args, **kwargs)
-    # Only after the last wait: copies that begin earlier would delay it.
+    # Submit the groups only after the last wait, because earlier copies would prolong it.
     if not (offload := get_offload()).is_idle and _find_last_held(dispatcher, dispatcher.config) is wait:
         offload.holding.flush()
     return result

@@ -1,8 +1,8 @@
 """Connects Megatron's own call sites to our engine.
 
 Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context manager around code that saves tensors,
-and a call that ends the group of these tensors, so that they may be offloaded. Many modules import that class by name, some
-inside functions. So we keep the class and replace its methods. It has two generations, which end a group in different methods.
+and a call that ends the group of these tensors, so that they may be offloaded. Many modules import that class by name, so we
+keep the class and replace its methods. The class has two generations, which end a group in different methods.
 """
 
 import functools
@@ -58,7 +58,7 @@ def replace_interface(patches: Patches, get_offload: Callable[[], MegatronOffloa
                 f"{_PATH}.{name} of Megatron-Core {get_version()} takes {', '.join(sorted(unknown))}, but fgoffload does not "
                 f"support that. {_SUPPORTED}"
             )
-    # A method that only newer versions have would run Megatron's own engine next to ours. So calls of it raise an error.
+    # A method that only newer versions have would run Megatron's own engine next to ours, so calling it raises an error.
     for name, value in tuple(vars(interface).items()):
         if name not in methods and not name.startswith("_") and (callable(value) or isinstance(value, classmethod)):
             methods[name] = staticmethod(functools.partial(_raise_unsupported, name))

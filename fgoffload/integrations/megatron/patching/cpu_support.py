@@ -4,7 +4,7 @@
         ...  # build and train a GPTModel of the local layer spec
 
 Megatron-Core requires a CUDA device. With the symbols below replaced, its models, pipeline schedules and recompute run on the
-CPU, with Gloo between processes. Calls for CUDA's random state get the CPU's state, so recompute repeats dropout correctly.
+CPU, with Gloo between processes. The CPU's random state replaces CUDA's, so recompute repeats dropout correctly.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ def apply_cpu_support() -> Patches:
     """Make Megatron-Core run on the CPU and without Transformer Engine, until `remove`.
 
     Raises:
-        IntegrationError: A symbol to replace does not exist. In this case nothing is replaced.
+        IntegrationError: A symbol to replace does not exist. Then nothing is replaced.
     """
     with Patches() as support:
         _replace_device(support)
@@ -65,7 +65,7 @@ def _replace_device(support: Patches) -> None:
     support.replace("torch.cuda", "current_device", lambda: torch.device("cpu"))
     support.replace("torch.cuda", "synchronize", lambda device=None: None)
     support.replace("torch.cuda", "manual_seed", torch.manual_seed)
-    # Megatron uses both names of the functions.
+    # Megatron calls these functions through both modules.
     for module in ("torch.cuda", "torch.cuda.random"):
         support.replace(module, "get_rng_state", lambda device="cuda": torch.get_rng_state())
         support.replace(module, "set_rng_state", lambda new_state, device="cuda": torch.set_rng_state(new_state))
@@ -77,7 +77,7 @@ def _replace_device(support: Patches) -> None:
         support.replace(owner, "cuda", lambda self, *args, **kwargs: self)
     for name in _FACTORIES:
         support.replace("torch", name, _on_cpu(getattr(torch, name)))
-    # Megatron compiles small functions with torch.compile. On a CPU this needs a C++ compiler and takes seconds per layer.
+    # Megatron compiles small functions with torch.compile. On a CPU, this needs a C++ compiler and takes seconds per layer.
     support.enter_context(torch.compiler.set_stance("force_eager"))
 
 
@@ -107,7 +107,7 @@ def _convert_on_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = F
 
 @contextlib.contextmanager
 def _fork_if_layers_are_sharded(self: Any, name: str = "model-parallel-rng") -> Iterator[None]:
-    """Use the random state `name` in the body if ranks hold shards of a layer, because shards need different numbers."""
+    """Use the random state `name` in the body if ranks hold shards of a layer, because shards need different random numbers."""
     parallel_state = load_module("megatron.core.parallel_state")
     sizes = (
         parallel_state.get_tensor_model_parallel_world_size(),

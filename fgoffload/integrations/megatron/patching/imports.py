@@ -40,12 +40,12 @@ _EXPECTED_LOGS = {
 """Beginnings of similar log lines, by logger."""
 
 _DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
-"""Kinds of warnings at import for Megatron's developers, such as about torch.jit.script and moved modules."""
+"""Categories of warnings at import that only Megatron's developers can fix, for example about torch.jit.script."""
 
 
 @contextlib.contextmanager
 def ignore_expected_warnings() -> Iterator[None]:
-    """Suppress the warnings that Megatron-Core raises however it is used."""
+    """Suppress warnings that Megatron-Core raises regardless of how it is used."""
 
     def accept(record: logging.LogRecord) -> bool:
         return not record.getMessage().startswith(tuple(_EXPECTED_LOGS.values()))
@@ -72,7 +72,7 @@ def require_torch() -> None:
 def load_module(name: str) -> Any:
     """Import a module of Megatron-Core without warnings, or raise an IntegrationError.
 
-    Its type is Any because Megatron-Core ships no types.
+    The return type is Any, because Megatron-Core ships no type information.
     """
     if (loaded := sys.modules.get(name)) is not None:
         return loaded  # every layer's forward calls this function, and changing warning filters is slow

@@ -27,9 +27,9 @@ def _wrap(original: Any, around: Callable[..., Any]) -> Any:
 
 
 def wrap_method(patches: Patches, target: Any, name: str, around: Callable[..., Any]) -> None:
-    """Call `around` instead of the method `name` of one object, with the method as a function, the object and the arguments.
+    """Replace the method `name` of one object: calls run `around(method, target, *args, **kwargs)`, with the unbound method.
 
-    In a copy of the object, the method is bound to the copy. The same `patches` wrap a method only once.
+    In a copy of the object, the method is bound to the copy. A second wrap of a method with the same `patches` does nothing.
     """
     own = vars(target).get(name)
     if getattr(own, _PATCHES, None) is patches:

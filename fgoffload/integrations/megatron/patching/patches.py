@@ -7,7 +7,7 @@ from fgoffload.errors import IntegrationError
 from fgoffload.integrations.megatron.patching.imports import load_module
 
 _ABSENT = object()
-"""Marks a name that its owner did not define. Restoring deletes the name."""
+"""Marker for a name that its owner did not define. On restore, the name is deleted."""
 
 
 class Patches(contextlib.ExitStack):
@@ -54,5 +54,5 @@ def get_owner(path: str) -> Any:
 def _missing(path: str) -> IntegrationError:
     return IntegrationError(
         f"{path} does not exist in the installed version, but this integration needs it. Install versions of torch and "
-        "megatron-core that docs/reference/tested.md lists."
+        "megatron-core listed in docs/reference/tested.md."
     )

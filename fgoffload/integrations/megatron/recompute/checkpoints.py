@@ -2,7 +2,7 @@
 
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
 refills them in backward. For a plan, `reruns.py` does this instead, and results are bitwise identical to training without
-recompute. We do not replace it for Megatron's own recompute flags, nor with FP8, where it also restores the scaling.
+recompute. We do not replace it for Megatron's own recompute flags, or with FP8, where it also restores the scaling.
 
 [Note: Inputs of CheckpointWithoutOutput]
 The checkpoint saves detached aliases of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates

@@ -5,7 +5,7 @@
 
 [Note: Outputs that are still referenced]
 Hooks get only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
-or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into its storage. Engine
+or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into that storage. Engine
 regions that begin inside the hooks do nothing, so the hooks surround only single linears, a router's matmul, and attention.
 """
 
@@ -129,8 +129,8 @@ class DetachedOutputs:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
-        # Most saves are weights and empty biases of experts, and the device waits for the host meanwhile. So their storages are
-        # not looked up.
+        # Most saves are weights and empty biases of experts, and the device waits for the host meanwhile. So we do not look up
+        # their storages.
         pack = self._pack
         if type(tensor) is torch.Tensor and tensor.numel() and tensor.layout is torch.strided:
             output = self._outputs.get(tensor.untyped_storage()._cdata)  # noqa: SLF001 - as `get_key`
@@ -179,5 +179,5 @@ def take(packed: Packed | Placeholder) -> torch.Tensor:
 def make_difference_error(place: Place, again: str, before: str) -> StateError:
     """Return the error for a recompute that differs from its forward."""
     return StateError(
-        f"{place} {again}, but forward {before}. It must repeat its forward exactly. Use 'keep' for it in the plan instead."
+        f"{place} {again}, but forward {before}. It must repeat its forward exactly. Set its unit to 'keep' in the plan."
     )

@@ -1,4 +1,4 @@
-"""Adds sites for `layer_input`: the inputs that checkpoints of whole layers save, for Megatron's flags or a plan.
+"""Adds sites for `layer_input`: the inputs saved by checkpoints of whole layers, from Megatron's flags or from a plan.
 
 Megatron's schedule references the input of a pipeline stage's first layer until backward, so offloading it frees nothing. The
 engine counts it as still referenced elsewhere, and keeps it on the GPU from the next step on.

@@ -7,7 +7,7 @@ The submodule saves a placeholder for the result of the first part (`detached_ou
 submodule's forward and recomputed before its backward (`reruns.py`). So only the first part's input is saved, and the submodule
 runs once.
 
-Another result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
+Any other result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
 Megatron's own forward and uses no other result. This excludes attention with an output gate, and experts with biases.
 """
 
@@ -179,7 +179,7 @@ class _PartialForward:
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
         # This runs after all hooks of the submodule's output, even those added later. One of them may recompute the norm before
-        # a dense MLP. It must restore the input of the first part before this recompute.
+        # a dense MLP. That recompute restores the input of the first part, so it must run first.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result
@@ -191,7 +191,7 @@ class _PartialForward:
         self._override = stop
         try:
             with _closed_ranges(), Patches() as patches:
-                # Wrap the submodule here, because its own forward may be restored before the last backward.
+                # Wrap the submodule here, because its original forward may be restored before the last backward.
                 wrap_method(patches, getattr(module, self._part.until), "forward", self.run_submodule)
                 call_with(original, module, module_args)
             self._check_reached()
@@ -205,7 +205,7 @@ class _PartialForward:
         if self._override is not None:
             raise StateError(
                 f"The plan recomputes {self._part.unit!r}, but a forward of {type(self._part.module).__name__} did not call "
-                f"its {self._part.until}, so gradients would be missing. Use 'keep' for {self._part.unit!r} in the plan."
+                f"its {self._part.until}, so gradients would be missing. Set {self._part.unit!r} to 'keep' in the plan."
             )
 
     def _copy_views(self, results: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -4,9 +4,9 @@
     backward    recomputed permutation of the router's input  ->  first linear
 
 Without the recompute, the first linear saves its input, which has a copy of each token for each of the token's experts. The
-recompute needs only the router's input, which the router saves anyway. It only copies data, so results are bitwise identical.
-Unlike in other units, the output is not emptied. The first linear does not save it (`detached_outputs.py`), so it is freed when
-Megatron's `MoELayer` returns.
+recompute needs only the router's input, which the router saves anyway. A permutation only copies data, so results are bitwise
+identical. Unlike in other units, the output is not emptied. The first linear does not save it (`detached_outputs.py`), so it is
+freed when Megatron's `MoELayer` returns.
 
 [Note: Supported layers]
 If ranks exchanged tokens, a recompute would have to repeat the exchange. So the unit exists only if each rank has all experts,
@@ -97,6 +97,6 @@ def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]
             fused=True,
         )
         return torch.no_grad()(lambda hidden: permute(hidden.view(-1, hidden.size(-1)))[0])
-    # The mapping has the source of each row. To recompute it, the host would have to wait for the number of tokens.
+    # The mapping holds the source of each row. To recompute it, the host would have to wait for the number of tokens.
     indices = dispatcher.reversed_local_input_permutation_mapping
     return torch.no_grad()(lambda hidden: hidden.view(-1, hidden.size(-1)).index_select(0, indices))

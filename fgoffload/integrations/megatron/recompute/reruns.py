@@ -1,4 +1,4 @@
-"""Recomputes a function in backward, for the autograd graph of its forward.
+"""Recomputes a function in backward, to refill the saved tensors in the autograd graph of its forward.
 
     forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
     backward    the function is recomputed; dropped tensors and outputs are restored; then the graph of forward runs
@@ -21,8 +21,8 @@ and its detached outputs until they are emptied. It references the placeholders 
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
-restored. That costs the host as much as the rest of a rerun in forward. So the states before and after the first run of a
-function are compared. If they are equal, we assume that the function never draws random numbers.
+restored. That takes as much host time as the rest of a rerun in forward. So we compare the states before and after the first
+run of a function. If they are equal, we assume that the function never draws random numbers.
 """
 
 import contextlib
@@ -210,7 +210,7 @@ class Rerun:
             if saved is not None and get_version(saved) != version:
                 raise StateError(
                     f"A tensor of shape {list(saved.shape)}, saved by {self._place}, was changed in place afterwards. Change a "
-                    "clone of it, or use 'keep' for the unit in the plan."
+                    "clone of it, or set the unit to 'keep' in the plan."
                 )
         return outputs, found
 
