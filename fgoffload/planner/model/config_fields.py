@@ -23,7 +23,7 @@ def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
 def make_experts(
     document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
 ) -> ExpertsShape:
-    """Return the experts of a layer. `experts` is the name of the field with their number."""
+    """Return the experts of a layer. `experts` names the field with the number of experts."""
     topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
     if topk > most:
         raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Use {most} or less.")
@@ -38,7 +38,7 @@ def make_experts(
 
 
 def make_router(document: Mapping[str, Any]) -> RouterShape:
-    """Return a softmax router. Softmax over only the chosen experts has the same result as `norm_topk_prob`."""
+    """Return a softmax router. With `norm_topk_prob`, softmax over only the chosen experts gives the same probabilities."""
     return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob"))
 
 

@@ -310,5 +310,5 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type`, a reader of its own fields, and defaults of missing fields. None means null in a file: then
-`num_key_value_heads` is the number of heads, `head_dim` is `hidden_size` divided by it, and the others have no effect."""
+"""For each `model_type`, a reader of its own fields, and defaults of missing fields. None acts like null in a file:
+`num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` / heads, and other fields have no effect."""

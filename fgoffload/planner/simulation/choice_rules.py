@@ -23,7 +23,7 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     if unit is None:
         possible = ", ".join(one.name for one in layer.units) or "none"
         raise PlanError(
-            f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which does not support that. Units it can "
+            f"The plan recomputes {name!r}, which layers of kind {layer.kind!r} do not support. Units that they can "
             f"recompute: {possible}."
         )
     for covered in unit.covered:
@@ -41,8 +41,8 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
-                f"The plan recomputes {name!r} and {other!r} in a layer of kind {layer.kind!r}, but the two exclude each "
-                "other. Remove one of them from the plan."
+                f"The plan recomputes {name!r} and {other!r} in a layer of kind {layer.kind!r}, but the two are mutually "
+                "exclusive. Remove one of them from the plan."
             )
 
 
@@ -70,6 +70,6 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     for excluded in tag.excludes:
         if actions.get(excluded, Action.KEEP).offloads:
             raise PlanError(
-                f"The plan offloads {name!r} and {excluded!r} in a layer of kind {layer.kind!r}, but the two exclude each "
-                "other. Remove one of them from the plan."
+                f"The plan offloads {name!r} and {excluded!r} in a layer of kind {layer.kind!r}, but the two are mutually "
+                "exclusive. Remove one of them from the plan."
             )

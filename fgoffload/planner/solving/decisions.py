@@ -50,7 +50,7 @@ class Price:
         """Explain why the plan needs the decisions, or that it would fit without them."""
         also = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
         if self.lacking_bytes:
-            return f"without it{also}, rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
+            return f"without it{also}, rank {self.rank} is {format_bytes(self.lacking_bytes)} over budget"
         return f"the plan fits without it{also} too; no faster plan was found"
 
 

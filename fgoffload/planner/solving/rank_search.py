@@ -61,7 +61,7 @@ class RankSearch:
         return self.known[key][1]
 
     def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Sweep, and return the best of all simulated states and `starts`. With a budget of 0, it has the lowest peak."""
+        """Sweep, and return the best of all simulated states and `starts`: with a budget of 0, that with the lowest peak."""
         # The baseline is the fastest and simplest plan if it fits.
         if self.kept.peak_bytes > budget_bytes:
             for state in starts:
@@ -103,7 +103,7 @@ class RankSearch:
         return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
     def _sweep(self, budget_bytes: int) -> None:
-        """Find the first state within the budget, by bisection, at each copy price and from each first state."""
+        """For each copy price and each starting state, find the first state within the budget by bisection."""
         link, late = self.rank.link, self.rank.late
         prices = [price / link.d2h_bytes_per_s for price in _COPY_PRICES]
         ordered = [_list_steps(self.slots, self.treatments, s_per_moved_byte=price, late=late) for price in prices]
