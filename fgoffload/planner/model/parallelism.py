@@ -161,7 +161,7 @@ class Parallelism:
         if ranks % experts:
             raise ConfigError(
                 f"expert_parallel_size {self.expert_parallel_size} x expert_tensor_parallel_size "
-                f"{self.expert_tensor_parallel_size} do not divide the {ranks} ranks of a pipeline stage (tensor x context x "
+                f"{self.expert_tensor_parallel_size} does not divide the {ranks} ranks of a pipeline stage (tensor x context x "
                 f"data parallel size). Use a multiple of {experts} ranks, or smaller expert parallel sizes."
             )
 

@@ -6,7 +6,7 @@ memory. Each is as large as the tensors that the largest layer offloads from its
 wait for a free slot, so it underestimates the step time if copies are slower than compute. A full-iteration graph copies
 tensors without staging, like eager steps.
 
-A step reserves more memory than predicted, because the memory of graph pools is not counted: a pool keeps the inputs and
+A step reserves more memory than predicted, because we do not count the memory of graph pools. A pool keeps the inputs and
 outputs of its graphs, and other allocations cannot use its free fragments.
 """
 

@@ -14,8 +14,8 @@ does not. The host already has the token counts from forward (docs/decisions.md)
 writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
 
 [Note: Tensors that the model references]
-`GPTModel.forward` references the embedding's output until it returns the loss, so it also keeps the first layer's input alive
-until then, even if that input is offloaded. On later stages the pipeline schedule references that input until backward.
+`GPTModel.forward` references the embedding's output until it returns the loss. This keeps the first layer's input on the GPU
+until then, even if it is offloaded. On later stages, the pipeline schedule references the first layer's input until backward.
 Source: `decoder_input` in megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 

@@ -227,8 +227,8 @@ class RankRun(RankClock):
             self._reach(lane, group)
         for bundle in bundles:
             if group is None:
-                # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect, because backward
-                # reaches the bundle's group next, and the prefetch there ignores released bytes.
+                # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect: backward reaches
+                # the bundle's group next, and the prefetch there ignores released bytes.
                 self._execute(self._schedule.release(lane, 0))
             elif lane.is_first_unpack(group, is_offloaded=lane.states[bundle] is _OFFLOADED):
                 self._reach(lane, group)

@@ -1,7 +1,7 @@
 """Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are per microbatch and layer. To find the cost of a decision, we simulate the step without it, because
-a wait may hide a recompute, and copies slow compute even if nothing waits for them.
+Bytes and recompute times are per microbatch and layer. We find the cost of a decision by simulating the step without it. Its
+times alone do not show the cost: a wait may hide a recompute, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses

@@ -1,7 +1,7 @@
 """Searches for the best plan of one rank, without waits for its neighbours. The simulator evaluates every state.
 
 A sweep raises the price of device memory step by step until the rank fits its budget. The hidden part of a copy depends on the
-rest of the plan, so we sweep at several prices per offloaded byte. `local_search` then improves the results.
+rest of the plan, so we sweep at two prices per offloaded byte. `local_search` then improves the results.
 """
 
 import bisect
