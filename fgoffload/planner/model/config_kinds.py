@@ -106,9 +106,7 @@ def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
     # Models with biases in attention only are rare. We count their biases as query, key and value biases.
     has_bias, has_mlp_bias = (find_flag(document, name) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
-        raise ConfigError(
-            "mlp_bias True with attention_bias False: biases in MLPs only are not supported. Set both or neither."
-        )
+        raise ConfigError("mlp_bias True with attention_bias False is not supported. Set both, or set mlp_bias to false.")
     return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
 
 

@@ -168,8 +168,8 @@ class ModelShape:
             )
         if (self.latent is None) == (self.kv_channels == 0):
             raise ConfigError(
-                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: a model has "
-                "exactly one of the two. Set kv_channels above 0, or latent."
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention is not "
+                "supported. Set either kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)

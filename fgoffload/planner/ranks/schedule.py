@@ -84,8 +84,8 @@ class Pipeline:
             raise ConfigError(f"group_size {self.group_size} with chunks 1 has no effect. Remove it, or use 2 chunks.")
         if self.has_expert_overlap and self.stages > 1:
             raise ConfigError(
-                f"has_expert_overlap with stages {self.stages} and chunks 1: Megatron overlaps experts only on one "
-                "stage or under the interleaved schedule. Use 2 chunks, or remove has_expert_overlap."
+                f"has_expert_overlap is not supported with stages {self.stages} and chunks 1: Megatron overlaps experts only "
+                "on one stage or under the interleaved schedule. Use 2 chunks, or remove has_expert_overlap."
             )
 
     @property
@@ -119,7 +119,7 @@ class Pipeline:
         left = self.microbatches % size
         if 0 < left < self.stages:
             raise ConfigError(
-                f"microbatches {self.microbatches} leave a last group of {left} after groups of {size}, below stages "
+                f"microbatches {self.microbatches} in groups of {size} leave a last group of {left}, which is below stages "
                 f"{self.stages}. Use a multiple of {size} microbatches, or a group_size "
                 f"(--microbatch-group-size-per-virtual-pipeline-stage) that leaves {self.stages} or more."
             )
