@@ -16,7 +16,7 @@ _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", 
 
 
 def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
-    """Return the experts of a model without dense MLPs, in which `intermediate_size` is the width of an expert."""
+    """Return the experts of a model without dense MLPs, whose `intermediate_size` is the width of an expert."""
     return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
 
 

@@ -48,7 +48,7 @@ class Price:
 
     def describe(self) -> str:
         """Explain why the plan needs the decisions, or that it would fit without them."""
-        also = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
+        also = f" (and the tags that need it: {', '.join(self.dependent_tags)})" if self.dependent_tags else ""
         if self.lacking_bytes:
             return f"without it{also}, rank {self.rank} is {format_bytes(self.lacking_bytes)} over budget"
         return f"the plan fits without it{also} too; no faster plan was found"
