@@ -2,7 +2,7 @@
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`entry` has a complete example, and docs/concepts/planner.md explains how the planner works. Folders:
+`entry` has a complete example; docs/concepts/planner.md explains the planner. W2 is the model of arguments/w2_moe.sh. Folders:
 
 | folder | contents | start with |
 |---|---|---|

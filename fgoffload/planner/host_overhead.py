@@ -2,12 +2,12 @@
 
 [Note: Cost of copies on a launch-bound host]
 Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
-each offloaded group adds CPU work. If token dispatchers make the host wait in each layer, this delay is on the critical path.
-The delay differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with
-baseline steps. We fit one number to all of them, the fraction by which copies slow compute. This fraction also sets the delay
-per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group
-alone mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we
-fit to steps under the first plan only.
+each offloaded group adds CPU work. If token dispatchers synchronize in each layer, that delay is on the critical path. It
+differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
+steps. We fit one number to all of them, the fraction by which copies slow compute. This fraction also sets the delay per group,
+through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone
+mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to
+steps under the first plan only.
 """
 
 import dataclasses
@@ -21,19 +21,19 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 GROUP_S = 3.7e-3
-"""Host delay per offloaded group, in seconds per unit of slowdown above the GPU's own slowdown: 0.37 ms for 0.1 above it.
-Source: compared steps of four runs on H100s give 3.6 to 4.0 ms (docs/decisions.md)."""
+"""Host delay per offloaded group, in seconds per unit of slowdown beyond the GPU's own. For example, a slowdown 0.1 above the
+GPU's delays the host by 0.37 ms per group. Source: compared steps of four runs on H100s give 3.6 to 4.0 ms."""
 
 LAUNCH_BOUND_SLOWDOWN = 0.1
-"""Assumed fraction by which copies slow compute on a launch-bound host without measurements. Source: compared steps of four
-runs of W2 on H100s give 0.088, 0.145, 0.095 and 0.090 (docs/concepts/planner.md)."""
+"""Fraction by which we assume that copies slow compute on a launch-bound host that was not measured. Source: compared steps of
+four runs of W2 on H100s give 0.09 to 0.15 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
 """Maximum fitted fraction by which copies slow compute. Steps that imply more were slow for other reasons."""
 
 LEAST_EFFECT = 0.025
-"""Minimum sensitivity of a step that the fit uses: by how much `MOST_SLOWDOWN` lengthens it, as a fraction of the baseline
-step. In a step with few copies, 1% of noise would look like a slowdown of 0.1 or more."""
+"""The fit uses a step only if `MOST_SLOWDOWN` lengthens the step by at least this fraction of the baseline step. In a step with
+few copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
 _PRECISION = 1e-3  # precision of the fit, which changes a plan's step time by about 0.1%
 
@@ -72,7 +72,7 @@ def find_group_s(slowdown: float) -> float:
 
 
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
-    """Fit the fraction by which copies slow compute until the simulation matches the times of the measured `steps`.
+    """Fit the fraction by which copies slow compute, so that simulated step times match those of the measured `steps`.
 
     Steps with too few copies are ignored. The result lies between the slowdown of the ranks' link and `MOST_SLOWDOWN`. If no
     step is usable, the result is the slowdown of the link.

@@ -22,9 +22,9 @@ def make_rank_models(
     """Return the models of all pipeline ranks of a profile, for the simulator and the solver.
 
     If the profile has a plain step, times are calibrated so that the simulated baseline matches it. With several stages, we add
-    the missing time to the end of every rank's step, because all passes are launch-bound. If the plain step is shorter than the
-    simulated baseline, the measurement hooks delayed an unknown rank, and times are not adjusted. Compared steps set the
-    fraction by which copies slow compute, and the delay per group.
+    the missing time to the end of every rank's step, in proportion to the number of passes, because the host delays all passes.
+    If the plain step is shorter than the simulated baseline, measurement hooks delayed an unknown rank, and times are not
+    adjusted. Compared steps set the fraction by which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.

@@ -7,7 +7,7 @@ Under every recipe, the linear saves one fp8 copy of its input and the scales of
 | none | 2 bytes per element | |
 | `delayed`, `tensorwise` | 1 byte per element | one fp32 number |
 | `blockwise` | 1 byte per element | one fp32 number per channel and 128 rows |
-| `mxfp8` | 1 byte per element | one byte per channel and 32 rows, padded to 128 channels and 4 blocks of rows |
+| `mxfp8` | 1 byte per element | one byte per channel and 32 rows, padded to multiples of 128 channels and 4 row blocks |
 
 `delayed` and `tensorwise` linears that gather their input again in backward save the row-wise copy instead, which has the same
 size. Blockwise scales also pad channels to a multiple of 4. We ignore this, because fp8 linears have a multiple of 4 channels.

@@ -224,5 +224,5 @@ def _pick(tensors: Iterable[SavedTensor], *names: str) -> tuple[str, ...]:
     found = tuple(one.name for one in tensors if one.name in names)
     if len(found) != len(names):
         missing = ", ".join(name for name in names if name not in found)
-        raise InternalError(f"the layer does not save {missing}, but a recompute unit should free it. Please report this bug.")
+        raise InternalError(f"A recompute unit should free {missing}, but the layer does not save it. Please report it.")
     return found

@@ -352,7 +352,7 @@ def _list_dropout(shape: LayerShape) -> Iterator[SavedTensor]:
 def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
     """Yield the tensors that the permutation saves in addition to those of `moe_combine`."""
     if not experts.has_fused_permutation:
-        # 8sbE/t: sorted positions of tokens for all experts in int64. Megatron uses only the first ones.
+        # 8sbE/t: sorted token positions for all experts, in int64. Megatron uses only the first entries.
         yield _make("sorted positions in the permutation", (), INT64 * shape.tokens * experts.num_experts)
     elif experts.local_experts > 1:
         # 4sbke/t: order of the tokens in int32, as in `_list_combine`.
@@ -360,7 +360,7 @@ def _list_untagged_dispatch(shape: LayerShape, experts: ExpertsShape) -> Iterato
 
 
 def _list_biases(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the probabilities saved because they multiply the biases of the experts' second linears.
+    """Yield the probabilities that autograd saves because they multiply the biases of the experts' second linears.
 
     `moe_act` saves the same storage, so offloading that tag does not free it. If the tag is kept, the storage is counted twice.
 

@@ -134,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # The residual's gradient, which is also the output's gradient, and the gradient of the norm's output, router included.
+        # The residual's gradient, which is also the output's, and the gradient of the norm's output, including the router's.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 

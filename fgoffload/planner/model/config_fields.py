@@ -16,14 +16,14 @@ _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", 
 
 
 def make_local_experts(document: Mapping[str, Any]) -> ExpertsShape:
-    """Return the experts of a model without dense MLPs, in which `intermediate_size` is the width of an expert."""
+    """Return the experts of a model without dense MLPs, whose `intermediate_size` is the width of an expert."""
     return make_experts(document, "num_local_experts", channels=get_count(document, "intermediate_size"), router=RouterShape())
 
 
 def make_experts(
     document: Mapping[str, Any], experts: str, *, channels: int, router: RouterShape, shared: int = 0
 ) -> ExpertsShape:
-    """Return the experts of a layer. `experts` is the name of the field with their number."""
+    """Return the experts of a layer. `experts` names the field with the number of experts."""
     topk, most = get_count(document, "num_experts_per_tok"), get_count(document, experts)
     if topk > most:
         raise ConfigError(f"num_experts_per_tok {topk} is above {experts} {most}. Use {most} or less.")
@@ -38,7 +38,7 @@ def make_experts(
 
 
 def make_router(document: Mapping[str, Any]) -> RouterShape:
-    """Return a softmax router. Softmax over only the chosen experts has the same result as `norm_topk_prob`."""
+    """Return a softmax router. With `norm_topk_prob`, softmax over only the chosen experts gives the same probabilities."""
     return RouterShape(has_pre_softmax=not find_flag(document, "norm_topk_prob"))
 
 

@@ -106,9 +106,7 @@ def _read_llama(document: Mapping[str, Any]) -> dict[str, Any]:
     # Models with biases in attention only are rare. We count their biases as query, key and value biases.
     has_bias, has_mlp_bias = (find_flag(document, name) for name in ("attention_bias", "mlp_bias"))
     if has_mlp_bias and not has_bias:
-        raise ConfigError(
-            "mlp_bias True with attention_bias False: biases in MLPs only are not supported. Set both or neither."
-        )
+        raise ConfigError("mlp_bias True with attention_bias False is not supported. Set both, or set mlp_bias to false.")
     return {"has_linear_bias": has_mlp_bias, "has_qkv_bias": has_bias}
 
 
@@ -310,5 +308,5 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type`, a reader of its own fields, and defaults of missing fields. None means null in a file: then
-`num_key_value_heads` is the number of heads, `head_dim` is `hidden_size` divided by it, and the others have no effect."""
+"""For each `model_type`, a reader of its own fields, and defaults of missing fields. None acts like null in a file:
+`num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` / heads, and other fields have no effect."""

@@ -159,7 +159,7 @@ class LayerShape:
     has_qk_norm: bool = False
     """Whether query and key heads have norms: `--qk-layernorm`. For latent attention, see `latent`."""
     is_gated: bool = True
-    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
+    """Whether MLPs and experts use a gated activation, as with `--swiglu`, which multiplies the two halves of its input."""
     has_fused_activation: bool = True
     """Whether one kernel computes a gated activation. In experts, it also multiplies by the probabilities. With
     `--no-bias-swiglu-fusion`, each op saves its own inputs. No effect without a gate."""

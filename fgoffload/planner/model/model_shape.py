@@ -68,13 +68,13 @@ class ModelShape:
     seq_length: int  # tokens of a sequence, over all context-parallel ranks
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     is_gated: bool = True
-    """Whether activations of MLPs and experts are gated, as with `--swiglu`: they multiply halves of their input."""
+    """Whether MLPs and experts use a gated activation, as with `--swiglu`, which multiplies the two halves of its input."""
     has_fused_activation: bool = True  # whether one kernel computes a gated activation: not with `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
     """Whether `--quick-geglu` is set. Its saved bytes are known only with fusion. Experts clamp their first linears' output
     before this gate, as in GPT-OSS."""
     has_tied_embeddings: bool = False
-    """Whether embedding and output layer share weights, unless `--untie-embeddings-and-output-weights` is set."""
+    """Whether embedding and output layer share weights: not with `--untie-embeddings-and-output-weights`."""
     has_linear_bias: bool = False  # whether all linear layers and the router have biases: not with `--disable-bias-linear`
     has_qkv_bias: bool = False  # whether the projection to query, key and value has a bias, as with `--add-qkv-bias`
     has_qk_norm: bool = False
@@ -168,8 +168,8 @@ class ModelShape:
             )
         if (self.latent is None) == (self.kv_channels == 0):
             raise ConfigError(
-                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention: a model has "
-                "exactly one of the two. Set kv_channels above 0, or latent."
+                f"kv_channels {self.kv_channels} {'without' if self.latent is None else 'with'} latent attention is not "
+                "supported. Set either kv_channels above 0, or latent."
             )
         if self.window_tokens is not None:
             check_count("window_tokens", self.window_tokens, most=LARGEST_SIZE)

@@ -161,7 +161,7 @@ class Parallelism:
         if ranks % experts:
             raise ConfigError(
                 f"expert_parallel_size {self.expert_parallel_size} x expert_tensor_parallel_size "
-                f"{self.expert_tensor_parallel_size} do not divide the {ranks} ranks of a pipeline stage (tensor x context x "
+                f"{self.expert_tensor_parallel_size} does not divide the {ranks} ranks of a pipeline stage (tensor x context x "
                 f"data parallel size). Use a multiple of {experts} ranks, or smaller expert parallel sizes."
             )
 
@@ -179,8 +179,8 @@ class Parallelism:
         if None not in (first, last) and self.pipeline_parallel_size == 2 and self.chunks > 1:
             # megatron-core 0.16.1 divides by the number of stages between the first and the last, which is 0 here.
             raise ConfigError(
-                f"num_layers_in_first_pipeline_stage {first} and num_layers_in_last_pipeline_stage {last} with 2 stages of "
-                f"{self.chunks} chunks: Megatron-Core does not support this. Set only one of the two."
+                f"Megatron-Core does not support num_layers_in_first_pipeline_stage {first} together with "
+                f"num_layers_in_last_pipeline_stage {last} on 2 stages of {self.chunks} chunks. Set only one of the two."
             )
         if self.pipeline_layout is None:
             return

@@ -51,7 +51,7 @@ def _repeat(text: str, layout: str) -> str:
         match = _PIECE.match(text, position)
         if match is None:
             raise ConfigError(
-                f"pipeline_layout {layout!r} has an error at {text[position : position + 8]!r}. Use E, t, m, L and |, "
+                f"pipeline_layout {layout!r} is invalid at {text[position : position + 8]!r}. Use E, t, m, L and |, "
                 "and repetitions such as t*3 and (tt|)*29."
             )
         if match["one"]:

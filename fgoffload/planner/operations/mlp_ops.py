@@ -36,9 +36,9 @@ megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 _OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, forward and backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
-"""Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; how many of them are
-strided (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the sum
-of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves. Source: the code
+"""Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; number of strided ones
+among them (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the
+sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves. Source: code
 of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)

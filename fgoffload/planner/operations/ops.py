@@ -54,7 +54,7 @@ class Pattern(enum.Enum):
 
     RING = "ring"  # each rank sends to its neighbour, so the slowest hop sets the time
     ALL_TO_ALL = "all_to_all"  # each rank sends equal amounts to all others
-    NODES = "nodes"  # all-to-all in which data for several ranks of a node crosses the network once
+    NODES = "nodes"  # all-to-all that sends data for several ranks of a node across the network only once
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

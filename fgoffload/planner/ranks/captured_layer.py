@@ -6,7 +6,7 @@ memory. Each is as large as the tensors that the largest layer offloads from its
 wait for a free slot, so it underestimates the step time if copies are slower than compute. A full-iteration graph copies
 tensors without staging, like eager steps.
 
-A step reserves more memory than predicted, because the memory of graph pools is not counted: a pool keeps the inputs and
+A step reserves more memory than predicted, because we do not count the memory of graph pools. A pool keeps the inputs and
 outputs of its graphs, and other allocations cannot use its free fragments.
 """
 
@@ -33,7 +33,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`. A layer without captured modules does not change."""
+    """Return `layer` as it runs with `graphs`. A layer without captured modules is returned unchanged."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,
@@ -58,7 +58,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Convert the eager `rank` to execution with `graphs`, and return it."""
+    """Return the eager `rank` converted to execution with `graphs`."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace
@@ -66,7 +66,7 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each tag that saves one."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: for each such tag, its first tensor."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {

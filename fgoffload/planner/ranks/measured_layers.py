@@ -49,7 +49,7 @@ class MeasuredLayer:
     input: SavedTensor | None = None
     """Input from which the whole layer is recomputed, or None if it cannot be recomputed. Its tags are `layer_input` and the
     parts that also save it."""
-    gradient_bytes: int = 0  # device bytes of parameter gradients, allocated from its backward on; part of the static bytes
+    gradient_bytes: int = 0  # bytes of parameter gradients, allocated in the layer's backward; part of the static bytes
 
     def __post_init__(self) -> None:
         names = [part.name for part in self.parts]

@@ -49,18 +49,18 @@ class ChunkModel:
 class HostPace(enum.Enum):
     """How far ahead of compute the host runs. The engine polls for finished copies as the host launches ops.
 
-    Source: docs/results/predictions.md. On an H200, predicted peaks are within 0.4% for Llama 3 8B (`STEP_AHEAD`) and W2
-    (`LAYER_AHEAD`). With `BESIDE` they are up to 2.6% too low.
+    Source: on an H200, predicted peaks are within 0.8% for Llama 3 8B (`STEP_AHEAD`) and W2 (`LAYER_AHEAD`), as in
+    docs/results/predictions.md. With `BESIDE`, they would be up to 2.6% too low.
     """
 
     BESIDE = "beside compute"  # the host is also the device, as on a CPU
-    LAYER_AHEAD = "a layer ahead"  # the host waits in each layer's forward, for example for token dispatchers
+    LAYER_AHEAD = "a layer ahead"  # the host synchronizes in each layer's forward, for example in token dispatchers
     PASS_AHEAD = "a pass ahead"  # 1F1B without waits in layers; the host waits for each exchange between stages
     STEP_AHEAD = "a step ahead"  # the host launches the whole step before the first copy is done
 
 
 class LateCosts(NamedTuple):
-    """Delays of compute by offload on a launch-bound host."""
+    """Delays that offload adds to compute on a launch-bound host."""
 
     group_s: float = 0.0  # seconds per offloaded group
     tensor_s: float = 0.0  # seconds per tensor of the group
@@ -74,10 +74,10 @@ NOT_LATE = LateCosts()
 
 
 class Turn(enum.Enum):
-    """How to handle copies still in flight to the host when a microbatch turns from forward to backward."""
+    """Handling of copies that are still in flight to the host when a microbatch turns from forward to backward."""
 
     CANCEL = "cancel all copies in flight"  # for selected modules, without a plan
-    PLAN = "cancel copies that are far from done"  # while a plan is made, which will record their bytes
+    PLAN = "cancel copies that are far from done"  # during planning; the plan records how many bytes may be in flight
 
 
 HOST_LAYER_S = 4.5e-3

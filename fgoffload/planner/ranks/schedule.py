@@ -23,7 +23,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 
 MOST_FORWARDS = 1_000_000
-"""Maximum forwards of a step: microbatches x stages x chunks. This many take a third of a gigabyte and half a minute."""
+"""Maximum forwards per step: microbatches x stages x chunks. A step of this size needs 0.3 GB and half a minute to simulate."""
 
 
 class PassKind(enum.Enum):
@@ -84,8 +84,8 @@ class Pipeline:
             raise ConfigError(f"group_size {self.group_size} with chunks 1 has no effect. Remove it, or use 2 chunks.")
         if self.has_expert_overlap and self.stages > 1:
             raise ConfigError(
-                f"has_expert_overlap with stages {self.stages} and chunks 1: Megatron overlaps experts only on one "
-                "stage or under the interleaved schedule. Use 2 chunks, or remove has_expert_overlap."
+                f"has_expert_overlap is not supported with stages {self.stages} and chunks 1: Megatron overlaps experts only "
+                "on one stage or under the interleaved schedule. Use 2 chunks, or remove has_expert_overlap."
             )
 
     @property
@@ -95,10 +95,10 @@ class Pipeline:
 
     @property
     def is_full(self) -> bool:
-        """Whether the number in flight stays the same with more microbatches per step, on every rank and in every chunk.
+        """Whether more microbatches per step would leave the number in flight unchanged, on every rank and in every chunk.
 
-        The first rank has the most in flight. The number reaches its maximum if the rank starts a backward before its last
-        forward, and, with several chunks, if there is a second group.
+        The first rank has the most microbatches in flight. Their number reaches its maximum if the rank starts a backward
+        before its last forward and, with several chunks, if there is a second group.
         """
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
@@ -119,7 +119,7 @@ class Pipeline:
         left = self.microbatches % size
         if 0 < left < self.stages:
             raise ConfigError(
-                f"microbatches {self.microbatches} leave a last group of {left} after groups of {size}, below stages "
+                f"microbatches {self.microbatches} in groups of {size} leave a last group of {left}, which is below stages "
                 f"{self.stages}. Use a multiple of {size} microbatches, or a group_size "
                 f"(--microbatch-group-size-per-virtual-pipeline-stage) that leaves {self.stages} or more."
             )

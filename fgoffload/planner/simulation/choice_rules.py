@@ -23,8 +23,7 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     if unit is None:
         possible = ", ".join(one.name for one in layer.units) or "none"
         raise PlanError(
-            f"The plan recomputes {name!r} in a layer of kind {layer.kind!r}, which does not support that. Units it can "
-            f"recompute: {possible}."
+            f"The plan recomputes {name!r}, which layers of kind {layer.kind!r} do not support. Supported units: {possible}."
         )
     for covered in unit.covered:
         action = actions.get(covered, Action.KEEP)
@@ -41,8 +40,8 @@ def _check_unit(layer: LayerModel, name: str, actions: Mapping[str, Action]) -> 
     for other in unit.excluded:
         if actions.get(other, Action.KEEP).recomputes:
             raise PlanError(
-                f"The plan recomputes {name!r} and {other!r} in a layer of kind {layer.kind!r}, but the two exclude each "
-                "other. Remove one of them from the plan."
+                f"The plan recomputes {name!r} and {other!r} in a layer of kind {layer.kind!r}, but the two are mutually "
+                "exclusive. Remove one of them from the plan."
             )
 
 
@@ -51,7 +50,7 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
         possible = sorted(layer.offloadable_tags, key=tags.get_place)
         raise PlanError(
             f"The plan offloads {name!r} in a layer of kind {layer.kind!r}, which saves no offloadable tensor under that "
-            f"tag. Tags it can offload: {', '.join(possible)}."
+            f"tag. Offloadable tags: {', '.join(possible)}."
         )
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
@@ -70,6 +69,6 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     for excluded in tag.excludes:
         if actions.get(excluded, Action.KEEP).offloads:
             raise PlanError(
-                f"The plan offloads {name!r} and {excluded!r} in a layer of kind {layer.kind!r}, but the two exclude each "
-                "other. Remove one of them from the plan."
+                f"The plan offloads {name!r} and {excluded!r} in a layer of kind {layer.kind!r}, but the two are mutually "
+                "exclusive. Remove one of them from the plan."
             )

@@ -64,7 +64,7 @@ class OffloadedGroup(NamedTuple):
     held_until: int | None
     """Segment with the host wait after which the group is submitted. None if it is submitted when it ends."""
     opened_before_end: int  # number of groups of the layer that start before this group ends, itself included
-    submit_place: int  # position in the order in which the layer's groups are submitted
+    submit_place: int  # position in the submission order of the layer's groups
     needed_before: int  # segment before whose backward its site first needs a tensor
 
     @property
@@ -93,7 +93,7 @@ class ResolvedLayer:
     shared: tuple[SavedTensor, ...]
     """Storages that all layers share, such as rotary tables. They stay on the GPU and count once per microbatch and chunk."""
     offloaded: tuple[PlacedTensor, ...]  # offloaded tensors
-    groups: tuple[OffloadedGroup, ...]  # groups of the offloaded tags, in the order in which forward reaches their sites
+    groups: tuple[OffloadedGroup, ...]  # groups of the offloaded tags, in forward order of their sites
     recomputes: tuple[Recompute, ...]  # in backward order
 
     @property
@@ -229,7 +229,7 @@ class _Places:
         return self.last if name is _LAST else max(self.find(tag), self.find(name))
 
     def order(self, tags: Iterable[str]) -> tuple[str, ...]:
-        """Return `tags` in the order in which forward reaches their sites."""
+        """Return `tags` in forward order of their sites."""
         return tuple(sorted(tags, key=lambda tag: (self.find(tag), default_tags().get_place(tag))))
 
     def list_segments(self, unit: UnitModel) -> tuple[int, ...]:

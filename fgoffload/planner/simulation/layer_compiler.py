@@ -9,13 +9,13 @@ Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Host waits in a recompute]
-In a recompute, the host only waits if its unit has a token dispatcher: `layer` and `moe` do, the experts' first linear does
-not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel writes
-(`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
+In a recompute, the host waits only if the unit contains a token dispatcher: `layer` and `moe` do, but the experts' first linear
+does not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel
+writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
 
 [Note: Tensors that the model references]
-`GPTModel.forward` references the embedding's output until it returns the loss, so it also keeps the first layer's input alive
-until then, even if that input is offloaded. On later stages the pipeline schedule references that input until backward.
+`GPTModel.forward` references the embedding's output until it returns the loss. This keeps the first layer's input on the GPU
+until then, even if it is offloaded. On later stages, the pipeline schedule references the first layer's input until backward.
 Source: `decoder_input` in megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
@@ -111,7 +111,7 @@ class LayerCompiler:
         """Number of watched segments at the start of the layer."""
         self._base = 0  # number of groups in earlier layers of the chunk
         self._bundles: list[tuple[PlacedTensor, int]] = []
-        """One tensor of each bundle, and the bundle's number. The engine moves and frees its tensors together."""
+        """One tensor of each bundle, and the bundle's number. The engine copies and frees the tensors of a bundle together."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}
         """Tensors that backward needs, keyed by the segment before which it needs them and the unit recomputed there."""
 

@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""Times that differ by less than this factor are equal, because rounding could hide a copy that ends when it is polled."""
+"""We treat times within this factor as equal, because rounding could otherwise hide a copy that ends exactly at a poll."""
 
 
 class Copy:

@@ -43,7 +43,7 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     length = 2 * microbatches * chunks
     starts = [_find_start(passes) for passes in passes_by_rank]
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
-    # `alike` counts only passes with a later repetition, so it lacks the last round.
+    # `alike` counts only passes with a later repetition, so it excludes the last round.
     skipped = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
     kept = alike + length - skipped * length
     at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)

@@ -72,7 +72,7 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """Runs the passes of a rank, and copies as the transfer schedule decides. Takes the arguments of `RankClock`."""
+    """Runs the passes of a rank and its copies, which the transfer schedule decides. Takes the arguments of `RankClock`."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         super().__init__(rank, chunks, timeline=timeline)
@@ -179,7 +179,7 @@ class RankRun(RankClock):
         self._host_s = self.clock_s
 
     def open_site(self, *_: object) -> None:
-        """Poll if any bundle is abandoned. The engine polls too, because a copy's source looks like a referenced storage."""
+        """Poll if any bundle is abandoned, as the engine does before it tests which storages are still referenced."""
         if self._abandoned:
             self.poll()
 
@@ -227,8 +227,8 @@ class RankRun(RankClock):
             self._reach(lane, group)
         for bundle in bundles:
             if group is None:
-                # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect, because backward
-                # reaches the bundle's group next, and the prefetch there ignores released bytes.
+                # The engine passes the size of a bundle whose offload was cancelled. 0 has the same effect: backward reaches
+                # the bundle's group next, and the prefetch there ignores released bytes.
                 self._execute(self._schedule.release(lane, 0))
             elif lane.is_first_unpack(group, is_offloaded=lane.states[bundle] is _OFFLOADED):
                 self._reach(lane, group)

@@ -1,7 +1,7 @@
 """Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
 
-Bytes and recompute times are per microbatch and layer. To find the cost of a decision, we simulate the step without it, because
-a wait may hide a recompute, and copies slow compute even if nothing waits for them.
+Bytes and recompute times are per microbatch and layer. We find the cost of a decision by simulating the step without it. Its
+times alone do not show the cost: a wait may hide a recompute, and copies slow compute even if nothing waits for them.
 """
 
 import dataclasses
@@ -48,9 +48,9 @@ class Price:
 
     def describe(self) -> str:
         """Explain why the plan needs the decisions, or that it would fit without them."""
-        also = f" (and {', '.join(self.dependent_tags)}, which needs it)" if self.dependent_tags else ""
+        also = f" (and the tags that need it: {', '.join(self.dependent_tags)})" if self.dependent_tags else ""
         if self.lacking_bytes:
-            return f"without it{also}, rank {self.rank} lacks {format_bytes(self.lacking_bytes)}"
+            return f"without it{also}, rank {self.rank} is {format_bytes(self.lacking_bytes)} over budget"
         return f"the plan fits without it{also} too; no faster plan was found"
 
 

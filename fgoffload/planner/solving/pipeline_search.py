@@ -83,12 +83,13 @@ class PipelineSearch:
         Megatron's own flags. The plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
-        usual = [] if nearest is None else [nearest.flags.make_plan(self.ranks)]
-        usual += [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
+        usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
+        nearest_plan = None if nearest is None else nearest.flags.make_plan(self.ranks)
+        usual += [] if nearest_plan is None else [nearest_plan]
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
-        found += self._find_together(budget_bytes, usual)
-        # In a plan found rank by rank, ranks may wait for each other. A baseline treats them alike and may be faster.
+        found += self._find_together(budget_bytes, usual, nearest_plan)
+        # In a plan found rank by rank, ranks may wait for each other. A baseline treats all ranks equally and may be faster.
         compared = [(flags[name], result) for name, result in self.baselines.items()]
         compared += [] if nearest is None else [(nearest.flags, nearest.result)]
         for one, result in compared:
@@ -99,13 +100,15 @@ class PipelineSearch:
                 found.append(Candidate(plan=plan, result=simulate(self.ranks, plan)))
         return min(found, key=lambda one: one.score(budget_bytes))
 
-    def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan]) -> list[Candidate]:
+    def _find_together(self, budget_bytes: int, usual: Sequence[OffloadPlan], nearest: OffloadPlan | None) -> list[Candidate]:
         """Return plans that combine the best state of each rank. Each plan corrects the previous one."""
         searches = [
             (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
         ]
         for place, search in searches:
-            search.find(budget_bytes, starts=[read_plan(plan, self.ranks[place]) for plan in usual])
+            rank = self.ranks[place]
+            state = None if nearest is None else read_plan(nearest, rank)
+            search.find(budget_bytes, starts=[read_plan(plan, rank) for plan in usual], nearest=state)
         self._walk([search for _, search in searches], budget_bytes)
         budgets = [budget_bytes] * len(self.ranks)
         found: list[Candidate] = []
@@ -134,7 +137,7 @@ class PipelineSearch:
             borrowed = search.borrow([self._get_search(other) for other in self._searched[place]], budget_bytes)
             if borrowed is not None:
                 return borrowed, None, search.evaluate(borrowed).peak_bytes
-        state = search.find(budget_bytes, starts=())
+        state = search.find(budget_bytes)
         if self.ranks[place].turning_chunk is not None:
             # Compare three limits on the bytes in flight at the loss: with a margin, without one, and 0.
             most_bytes = search.evaluate(state).loss_window_bytes

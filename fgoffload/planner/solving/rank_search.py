@@ -1,7 +1,7 @@
 """Searches for the best plan of one rank, without waits for its neighbours. The simulator evaluates every state.
 
 A sweep raises the price of device memory step by step until the rank fits its budget. The hidden part of a copy depends on the
-rest of the plan, so we sweep at several prices per offloaded byte. `local_search` then improves the results.
+rest of the plan, so we sweep at two prices per offloaded byte. `local_search` then improves the results.
 """
 
 import bisect
@@ -42,7 +42,7 @@ class RankSearch:
         self.known: dict[object, tuple[State, RankCost]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # per simulation
-        self._swept: set[int] = set()  # budgets of earlier sweeps
+        self._swept: set[int] = set()  # budgets of earlier sweeps, and budgets that need none
 
     @functools.cached_property
     def treatments(self) -> Mapping[LayerModel, Sequence[Treatment]]:
@@ -68,18 +68,21 @@ class RankSearch:
             self.known[key] = (state, RankCost(result.step_s, result.peak_bytes, result.loss_window_bytes))
         return self.known[key][1]
 
-    def find(self, budget_bytes: int, *, starts: Iterable[State]) -> State:
-        """Simulate `starts` up to the first nearly free one, sweep if none is, and return the best of all simulated states.
+    def find(self, budget_bytes: int, *, starts: Iterable[State] = (), nearest: State | None = None) -> State:
+        """Simulate `starts`, sweep, and return the best of all simulated states: with a budget of 0, that with the lowest peak.
 
-        With a budget of 0, the result has the lowest peak.
+        If `nearest`, the state of Megatron's own flags, is nearly free, `starts` and the sweep are skipped.
         """
         # The baseline is the fastest and simplest plan if it fits.
         if self.kept.peak_bytes > budget_bytes:
-            is_nearly_free = any(self._is_nearly_free(state, budget_bytes) for state in starts)
+            if nearest is not None and self._is_nearly_free(nearest, budget_bytes):
+                self._swept.add(budget_bytes)
+                starts = ()
+            for state in starts:
+                self.evaluate(state)
             if budget_bytes not in self._swept:
                 self._swept.add(budget_bytes)
-                if not is_nearly_free:
-                    self._sweep(budget_bytes)
+                self._sweep(budget_bytes)
         return self.pick(budget_bytes)
 
     def _is_nearly_free(self, state: State, budget_bytes: int) -> bool:
@@ -118,7 +121,7 @@ class RankSearch:
         return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
     def _sweep(self, budget_bytes: int) -> None:
-        """Find the first state within the budget, by bisection, at each copy price and from each first state."""
+        """For each copy price and each starting state, find the first state within the budget by bisection."""
         link, late = self.rank.link, self.rank.late
         prices = [price / link.d2h_bytes_per_s for price in _COPY_PRICES]
         ordered = [_list_steps(self.slots, self.treatments, s_per_moved_byte=price, late=late) for price in prices]
@@ -159,7 +162,7 @@ def _list_steps(
     s_per_moved_byte: float,
     late: LateCosts,
 ) -> list[tuple[int, Treatment]]:
-    """Return indices of layers and their next treatments, in the order in which a rising price of device memory selects them.
+    """Return indices of layers and their next treatments, ordered by the price of device memory from which they pay off.
 
     For each kind of layer, the fastest treatments for each number of kept bytes form a convex curve. It begins with keeping
     everything and ends with keeping as little as possible. Each step along it frees bytes at a price. Steps are ordered by

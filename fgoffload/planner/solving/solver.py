@@ -111,7 +111,7 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:
         return None
-    lack = f" Even without activations, that rank lacks {format_bytes(missing_bytes)}." if missing_bytes else ""
+    lack = f" Even without activations, that is {format_bytes(missing_bytes)} over the budget." if missing_bytes else ""
     return (
         f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}: "
         f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve.{lack}"
@@ -179,7 +179,7 @@ def _make_error(ranks: Sequence[RankModel], least: StepResult, budget_bytes: int
             fix = " The host budget has no room for another layer, so a larger host budget may help too."
     return BudgetError(
         f"No plan fits a memory budget of {format_bytes(budget_bytes)}{host}. Even with the plan that uses the least memory, "
-        f"pipeline rank {worst.rank} lacks {format_bytes(worst.peak_bytes - budget_bytes)} at {worst.peak_at}. The smallest "
-        f"budget with a plan is {format_bytes(worst.peak_bytes)}.{fix}",
+        f"pipeline rank {worst.rank} exceeds the memory budget by {format_bytes(worst.peak_bytes - budget_bytes)} at "
+        f"{worst.peak_at}. The smallest budget with a plan is {format_bytes(worst.peak_bytes)}.{fix}",
         worst.peak_bytes,
     )

@@ -23,7 +23,7 @@ class EdgeShape:
     """Shapes of embedding and output layer on one rank."""
 
     tokens: int  # tokens of a microbatch over all ranks that shard the vocabulary
-    hidden_size: int  # hidden size
+    hidden_size: int  # channels of the hidden states
     vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
     tensor_parallel_size: int = 1  # ranks that share the vocabulary
     has_sequence_parallel: bool = True  # whether these ranks shard the sequence between embedding and output layer

@@ -61,8 +61,8 @@ class Efficiency:
     H100 (tests/unit/planner/timing/published_steps.json); not measured on its own."""
     rerun_extra: float = 0.10
     """Extra time of a recompute, as a fraction of its forward time. Source: full recompute against profiled forward on H200s:
-    0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. For W2, in whose forward the host waits,
-    it was -0.04. The reason is unknown."""
+    0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. For W2, whose dispatchers synchronize in forward, it
+    was -0.04. The reason is unknown."""
     kernel_start_s: float = 3e-6
     """Gap between consecutive kernels on the device, in seconds. Assumed."""
     host_s_per_launch: float = 25e-6

@@ -22,8 +22,8 @@ COPY_LATENCY_S = 5e-6
 rate of large copies they would take 1.3 us."""
 
 COMPUTE_SLOWDOWN = 0.01
-"""Fraction by which copies slow down the compute of a step; a conservative estimate. Source: traces of W2 on an H200, in which
-copies do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product on the whole device by 3 to 7%."""
+"""Fraction by which copies slow down the compute of a step; a conservative estimate. Source: in traces of W2 on an H200, copies
+do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product on the whole device by 3 to 7%."""
 
 
 def make_link_model(hardware: Hardware) -> LinkModel:

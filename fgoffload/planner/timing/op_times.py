@@ -54,7 +54,7 @@ def make_layer_model(
     execution: Execution = DEFAULT_EXECUTION,
     graphs: Graphs = NO_CAPTURE,
 ) -> LayerModel:
-    """Build the model of a layer: times of its segments, saved bytes, and units."""
+    """Build the model of a layer: segment times, saved tensors and recompute units."""
     clock = Clock(hardware=hardware, efficiency=efficiency)
     works = list_layer_work(shape, execution)
     extras = count_extra_bytes(shape, execution)

@@ -180,7 +180,7 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,
     because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward
-    on an H200. Tensors are those of the layer with the most bytes, because a plan must fit it.
+    on an H200. The tensors come from the layer with the most bytes, because a plan must fit that layer.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:

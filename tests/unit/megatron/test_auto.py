@@ -167,7 +167,7 @@ def test_larger_steps_are_replanned_before_they_run(caplog):
     ("flags", "budget", "error", "message"),
     [
         ("", lambda static: static // 2, PlanError, "--offload-memory-budget .* not above the static memory.*Use a budget of"),
-        (ONE_DENSE_LAYER, lambda static: static + 50_000, PlanError, r"lacks [\d.]+ KiB at .* Use a budget of [\d.]+KiB"),
+        (ONE_DENSE_LAYER, lambda static: static + 50_000, PlanError, r" by [\d.]+ KiB at .* Use a budget of [\d.]+KiB"),
         (
             "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
             lambda static: 2**40,

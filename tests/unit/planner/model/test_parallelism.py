@@ -31,7 +31,7 @@ def list_numbers(chunks):
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Etx|L", "has an error at 'x|L'"),
+        ("Etx|L", "is invalid at 'x|L'"),
         ("Et|t|L", "stages"),
         ("Ett|L", "has 2 x t, but num_layers is 3. Use 3 x t."),
         ("tEtt|L", "must begin with the embedding E"),

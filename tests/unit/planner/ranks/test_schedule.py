@@ -12,9 +12,9 @@ from fgoffload.planner.ranks.schedule import Pipeline
         ({"microbatches": 0}, r"microbatches 0 is below 1. Use 1 or more"),
         ({"microbatches": 4, "chunks": 2}, r"chunks 2 with stages 1: .* Use 2 stages, or 1 chunk"),
         ({"microbatches": 4, "group_size": 4}, r"group_size 4 with chunks 1 has no effect"),
-        ({"microbatches": 4, "stages": 2, "has_expert_overlap": True}, r"has_expert_overlap with stages 2 and chunks 1"),
+        ({"microbatches": 4, "stages": 2, "has_expert_overlap": True}, r"overlap is not supported with stages 2 and chunks 1"),
         ({"microbatches": 3, "stages": 4, "chunks": 2}, r"microbatches 3 is below stages 4, .* Use 4 microbatches or more"),
-        ({"microbatches": 6, "stages": 4, "chunks": 2}, r"a last group of 2 after groups of 4, below stages 4. Use a"),
+        ({"microbatches": 6, "stages": 4, "chunks": 2}, r"of 4 leave a last group of 2, which is below stages 4. Use a"),
     ],
 )
 def test_an_invalid_pipeline_is_rejected_with_a_fix(fields, message):

@@ -21,7 +21,7 @@ K, R, O, B = Action.KEEP, Action.RECOMPUTE, Action.OFFLOAD, Action.RECOMPUTE_AND
         ({"layer": B}, "offloads 'layer' in a layer of kind 'moe', which saves no offloadable tensor under that tag"),
         ({"layer_input": O}, "offloads 'layer_input'.*does not recompute 'layer'"),
         ({"attn_proj": O}, "offloads 'attn_proj' and keeps 'core_attn'.*Offload 'core_attn' too"),
-        ({"mlp": R}, "recomputes 'mlp'.*Units it can recompute: layer, attn_norm"),
+        ({"mlp": R}, "recomputes 'mlp'.*Supported units: layer, attn_norm"),
     ],
     ids=str,
 )

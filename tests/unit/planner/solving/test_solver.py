@@ -25,7 +25,7 @@ def test_the_least_budget_has_a_plan_and_one_byte_less_has_none():
     rank = make_toy_rank()
     least = find_least_budget([rank])
     assert solve([rank], budget_bytes=least).result.peak_bytes == least
-    with pytest.raises(PlanError, match="lacks 1 B "):
+    with pytest.raises(PlanError, match="exceeds the memory budget by 1 B "):
         solve([rank], budget_bytes=least - 1)
 
 
@@ -55,7 +55,7 @@ def test_an_infeasible_budget_is_reported_with_rank_bytes_op_and_fix():
         solve([rank], budget_bytes=110)
     message = str(caught.value)
     assert "budget of 110 B" in message
-    assert "pipeline rank 0 lacks 11 B at F0 layers.0.expert_fc2" in message
+    assert "pipeline rank 0 exceeds the memory budget by 11 B at F0 layers.0.expert_fc2" in message
     assert "Use a budget of 121B or more" in message
 
 
@@ -88,7 +88,7 @@ def test_plans_respect_the_host_budget():
     assert solution.result.ranks[0].kept_bytes == 0
     with pytest.raises(
         PlanError,
-        match=r"a memory budget of .* and a host budget of 1 B per rank\. .* rank 0 lacks 8 B .* a larger host budget may",
+        match=r"a memory budget of .* and a host budget of 1 B per rank\. .* by 8 B at .* a larger host budget may",
     ):
         solve([rank], budget_bytes=kept_bytes - 8, host_budget_bytes=1)
 
