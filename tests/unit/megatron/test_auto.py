@@ -233,18 +233,18 @@ def run_counted(monkeypatch, caplog, baseline, static_bytes):
 
 
 def test_a_step_above_the_budget_triggers_a_new_plan(run_counted):
-    found, budget_bytes, lines = run_counted([60_000, 120_000], steps=5)
-    assert found.planned[1].peak_bytes + 60_000 > budget_bytes
-    assert found.planned[2].peak_bytes <= budget_bytes - 60_000
-    assert found.planned[3].peak_bytes <= budget_bytes - 120_000
+    found, budget_bytes, lines = run_counted([100_000, 200_000], steps=5)
+    assert found.planned[1].peak_bytes + 100_000 > budget_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 100_000
+    assert found.planned[3].peak_bytes <= budget_bytes - 200_000
     assert found.planned[3] is found.planned[4]
     assert [level for level, _ in lines] == ["INFO", "INFO"]
-    above_bytes = found.planned[1].peak_bytes + 60_000 - budget_bytes
+    above_bytes = found.planned[1].peak_bytes + 100_000 - budget_bytes
     assert f"{format_bytes(above_bytes)} above the budget" in lines[0][1]
 
 
 def test_the_third_plan_is_kept_with_a_warning(run_counted):
-    found, _, lines = run_counted([60_000, 120_000, 180_000, 240_000], part=0.8)
+    found, _, lines = run_counted([200_000, 280_000, 360_000, 440_000], part=0.8)
     assert found.planned[3] is found.planned[5]
     assert [level for level, _ in lines] == ["INFO", "INFO", "WARNING"]
     assert "after 3 plans: keeping the last one. Lower the budget by that much." in lines[2][1]
@@ -256,12 +256,12 @@ def test_all_processes_replan_if_one_exceeds_the_budget(run_counted, monkeypatch
     def gather(own):
         gathered.append(own)
         is_peak = isinstance(own, tuple)
-        other = (own[0], own[1] + 60_000) if is_peak and len(gathered) == 2 else own
+        other = (own[0], own[1] + 100_000) if is_peak and len(gathered) == 2 else own
         return [own, other]
 
     monkeypatch.setattr(auto, "gather", gather)
     found, budget_bytes, lines = run_counted([0], steps=4)
-    assert found.planned[2].peak_bytes <= budget_bytes - 60_000 < found.planned[1].peak_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 100_000 < found.planned[1].peak_bytes
     assert len(lines) == 1
 
 
