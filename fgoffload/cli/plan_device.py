@@ -44,7 +44,7 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
     line = (
         f"Link: from {checked.profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s "
         f"to the host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once. "
-        f"Everything else is from {device.name}."
+        f"All other properties are those of {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
 
@@ -75,8 +75,8 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
     except ConfigError as error:
         if checked.gpu is None and measured is not None:
             raise ConfigError(
-                f"--profile {checked.profile} has only the link, measured on {measured.device!r}, which is not in the hardware "
-                "table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+                f"--profile {checked.profile} has only link rates, measured on {measured.device!r}, which is not in the "
+                "hardware table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
             ) from error
         known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
         raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
