@@ -27,7 +27,7 @@ from fgoffload.cli.streams import LibraryLog, drop_unread_output, flush_at_end
 from fgoffload.errors import ConfigError, OffloadError
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")

@@ -76,7 +76,7 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
         if checked.gpu is None and measured is not None:
             raise ConfigError(
                 f"--profile {checked.profile} has only link rates, measured on {measured.device!r}, which is not in the "
-                "hardware table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+                "hardware table. Add the device, for example --gpu h100, or profile a model: fgoffload profile ARGUMENTS.sh."
             ) from error
         known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
         raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
