@@ -18,7 +18,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""Value of `offload_modules` with which fgoffload measures the first step and makes a plan from it."""
+"""Value of `offload_modules` that makes fgoffload measure the first step and plan from it."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class OffloadConfig:
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Reject values that are not a sequence of names. A single string would be read letter by letter."""
+    """Reject values that are not a sequence of names. A single string would be iterated letter by letter."""
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)

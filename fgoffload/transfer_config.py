@@ -39,7 +39,7 @@ class TransferConfig:
         host_memory: Kind of host memory. Use pageable memory, which is slower, if pinning fails.
         is_timed: Whether to time copies and waits for `stats()`. The engine then records a few more events per group, and
             `stats()` waits for these events.
-        keep: Filter that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.
+        keep: Function that is called with each tensor that could be offloaded. If it returns true, the tensor stays on the GPU.
     """
 
     enabled: bool = True

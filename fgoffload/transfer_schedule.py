@@ -11,7 +11,7 @@ locks, weak references and shared storages.
     - a forward has ended and its backward runs next: `list_held`, `expect_backward`
     - backward reaches a group: `enter`, `leave`, `reach`
     - backward unpacks tensors in a layer without offloaded tensors: `release`; backward has left that layer: `prefetch`
-    Before `submit`, `list_held`, `reach` and `prefetch`, the caller releases memory whose copies are done.
+    Before `submit`, `list_held`, `reach` and `prefetch`, the caller releases memory whose copies have finished.
 
     [Note: Prefetch across passes]
     If the order of passes is fixed, the caller announces the lane of the next backward when a pass begins. That backward runs
@@ -113,9 +113,9 @@ class ScheduledGroup:
         self.position = position
         """Number of groups in the lane before this group."""
         self.end_position = position + 1 if end_position is None else end_position
-        """Number of groups in the lane when this group ended, including groups opened after its region."""
+        """Number of groups in the lane when this group ended, including those opened after this group."""
         self.ahead_bytes = 0
-        """Bytes reloaded, or cancelled, before backward reached the group."""
+        """Bytes reloaded, or kept by cancelling their offload, before backward reached the group."""
         self.state = GroupState.SAVING
 
     def submit(self) -> None:

@@ -5,14 +5,14 @@ from collections.abc import Collection
 
 
 class Watched(enum.Enum):
-    """Ops of a layer whose saves may share an offloaded storage. See `OffloadEngine.watch`.
+    """Ops of a layer, outside its sites, that the engine watches. See `OffloadEngine.watch` and `OffloadEngine.follow`.
 
     Each watched save costs a few microseconds of CPU time in forward and in backward. A layer with experts can save over a
     hundred tensors: a view of the tokens and a weight for each expert.
     """
 
     LAYER = "the whole layer"
-    FOLLOWED = "the whole layer, if no op outside the sites saves an offloaded storage"
+    FOLLOWED = "the whole layer, only to track backward"  # no op outside the sites saves an offloaded storage
     ATTENTION = "only attention"
     NOTHING = "nothing"  # no op outside the sites saves an offloaded storage
 

@@ -52,7 +52,7 @@ def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
     """Check the settings' plan files early. Otherwise, a process would find an error only when it reaches the setting.
 
     Raises:
-        ConfigError: Megatron-Core refuses the flags, or a plan offloads an unknown tag.
+        ConfigError: Megatron-Core rejects the flags, or a plan offloads an unknown tag.
         PlanError: A file cannot be read, or was made for another training run.
     """
     for setting in settings:

@@ -115,7 +115,7 @@ def _make_plan(ranks: Sequence[RankModel], setting: Setting) -> OffloadPlan:
         recompute = SelectiveRecompute(modules=setting.recompute)
     flags = MegatronFlags(offload_modules=setting.modules, activation_offload_fraction=setting.fraction, recompute=recompute)
     plan = flags.make_plan(ranks)
-    # A profile omits modules whose recompute may change bits. The simulator would keep their tensors without an error.
+    # A profile omits modules whose recompute may not be bitwise identical. The simulator would silently keep their tensors.
     units = (find_recompute_unit(site.tag) for site, action in plan.actions.items() if action.recomputes)
     recomputed = {unit.recompute_module or FULL for unit in units if unit is not None}
     if missing := [module for module in setting.recompute if module not in recomputed]:

@@ -1,7 +1,7 @@
 """Builds the planner's model of a training run, and plans for a memory budget.
 
-Predictions of temporary memory are inexact. If a plan exceeds the budget, the next plan leaves this excess free, as with
-`--offload-modules auto`.
+Predictions of temporary memory are inexact. If the trial of a plan exceeds the budget, the next plan leaves the error of the
+prediction free, as with `--offload-modules auto`.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""A setting of our engine. All settings of our engine have the same flags for the window and sizes."""
+"""A setting of our engine, used to read the window and size flags that all of its settings share."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients are bf16 like the parameters."""
@@ -56,7 +56,7 @@ def load_profile(job: Job, device: str) -> Profile | None:
 
 
 def check_profile(job: Job, arguments: TrainingArguments) -> None:
-    """Raise ConfigError unless the job's profile has its number of layers and agrees on the optimizer."""
+    """Raise ConfigError if the profile's number of layers or optimizer setting differs from the job's."""
     if job.profile is None:
         return
     profile, source = Profile.load(job.profile), f"--profile {job.profile}"

@@ -1,6 +1,6 @@
 """Trains and measures one setting on each rank. Loads torch.
 
-All settings have the same model, seed, tokens and kernels. Between settings, the model is freed and the allocators are emptied.
+All settings have the same model, seed, tokens and kernels. Between settings, the model and the allocators' caches are freed.
 """
 
 import contextlib

@@ -54,7 +54,7 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Some settings need their own, since libraries read environment variables only at import."""
+    """Kinds of processes. Some settings need their own process, since libraries read environment variables only at import."""
 
     MAIN = "main"  # all other settings
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
@@ -74,7 +74,7 @@ class Setting:
     modules: tuple[str, ...] = ()
     """Tags to offload, for `megatron` and `ours`."""
     fraction: float = 1.0
-    """Fraction of the modules' sites to offload, above 0 and up to 1."""
+    """Fraction of the modules' sites to offload, from 0 to 1."""
     is_delayed: bool = False
     """Whether to offload only after the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()

@@ -27,7 +27,7 @@ from fgoffload.cli.streams import LibraryLog, drop_unread_output, flush_at_end
 from fgoffload.errors import ConfigError, OffloadError
 
 EXIT_ERROR = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
@@ -130,7 +130,7 @@ class _Parser(argparse.ArgumentParser):
             raise ConfigError(f"{flag} {match[1]} is not one of: {', '.join(names)}.{hint} For example: {train.EXAMPLE}.")
         if rest.startswith("not allowed with argument "):
             raise ConfigError(f"{flag} and {rest.rpartition(' ')[2]} are mutually exclusive. Use only one of them.")
-        if rest.endswith("."):  # raised by a parser of values, such as `read_size`
+        if rest.endswith("."):  # raised by a flag's type function, such as `read_size`
             raise ConfigError(f"{flag} {rest}")
         raise ConfigError(f"{message}. See `{self.prog} --help`.")
 
@@ -163,7 +163,7 @@ def _build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
         epilog="`fgoffload help COMMAND` shows a command's flags.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions of fgoffload, torch and others")
+    parser.add_argument("--version", action=_ShowVersions, nargs=0, help="show the versions of fgoffload and related packages")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND")
     parsers: dict[str, _Parser] = {}
     for command in COMMANDS:

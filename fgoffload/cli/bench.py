@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
     add = parser.add_argument_group("measurements").add_argument
-    settings_help = "settings, as listed below, or names of systems (default: depends on the model)"
+    settings_help = "settings as listed below; a name such as ours alone selects its defaults (default: depends on the model)"
     add("--settings", metavar="NAME", nargs="+", default=(), help=settings_help)
     add("--plans", metavar="FILE", nargs="+", default=(), help="plan files to measure")
     add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for and measure")
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("steps and repeats").add_argument
     steps_help = f"timed steps for each setting (default: {STEPS}; with --check-bits: {BIT_STEPS})"
     add("--steps", metavar="N", type=read_count, help=steps_help)
-    warmup_help = "untimed steps first (default: %(default)s, or until CUDA graphs replay)"
+    warmup_help = "untimed warm-up steps (default: %(default)s; at least until CUDA graphs replay)"
     add("--warmup", metavar="N", type=read_count, default=3, help=warmup_help)
     repeats_help = "number of times to measure all settings (default: %(default)s)"
     add("--repeats", metavar="N", type=read_count, default=1, help=repeats_help)

@@ -1,4 +1,4 @@
-"""Records of training runs, and how the records of all ranks are merged."""
+"""Results of a training run, merged over ranks."""
 
 import dataclasses
 import statistics
@@ -29,7 +29,7 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """Timed steps: all but the first, which warms up, and the last, which is slowed by measuring memory."""
+        """All steps but the first, which warms up, and the last, which measures memory unless CUDA graphs are captured."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:

@@ -154,9 +154,9 @@ def _find_counted_step(training: Training) -> int:
 
 @contextlib.contextmanager
 def _explain_rejection(training: Training, offload: OffloadConfig | None, when: str) -> Iterator[None]:
-    """Turn an exception that Megatron-Core raises for its arguments into a one-line error.
+    """Turn exceptions that Megatron-Core raises for its arguments into one-line errors.
 
-    Megatron-Core raises them while the model is built, and in the first steps up to the first replay of CUDA graphs.
+    Megatron-Core raises them while the model is built and in the first step or, with CUDA graphs, until the first replay.
     """
     try:
         yield

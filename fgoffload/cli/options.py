@@ -36,7 +36,7 @@ def suggest_file(name: str) -> str:
 
 
 def suggest_model(name: str) -> str:
-    """Return a sentence with the most similar shipped model or, if `name` is a path, file."""
+    """Return a hint with the most similar shipped model or, if `name` is a path, the most similar file."""
     if not name.isidentifier():
         return suggest_file(name)
     hint = suggest(name, [path.stem for path in list_models()])
@@ -46,7 +46,7 @@ def suggest_model(name: str) -> str:
 def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
     """Return the path of the argument file in `options`, which may be the name of a shipped model.
 
-    Errors show `example`, a command line, and may suggest a flag that is close to the first of the unrecognized words `flags`.
+    Errors show `example`, a command line, and may suggest the flag closest to the first of `flags`, the unrecognized words.
     """
     name = options.arguments_file
     hint = suggest(flags[0], options.own_flags) if flags else ""

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = parser.add_argument_group("hardware")
     add = hardware.add_mutually_exclusive_group().add_argument
     add("--gpu", metavar="NAME", help="device, for example h100, b200 or gb300 (all: docs/reference/hardware.md)")
-    add("--hardware", metavar="FILE", type=read_path, help="another device, as JSON (docs/reference/hardware.md)")
+    add("--hardware", metavar="FILE", type=read_path, help="JSON file of another device (docs/reference/hardware.md)")
     add = hardware.add_argument
     add("--profile", metavar="FILE", type=read_path, help="output of `fgoffload profile`, for the model or only for the link")
     reserve_help = "GPU memory for the CUDA context, NCCL and fragmentation"
@@ -229,7 +229,7 @@ def _read_model(checked: PlanOptions) -> "tuple[ModelShape, Parallelism]":
 
 
 def _check_ignored(checked: PlanOptions) -> None:
-    """Check and warn about flags that the planner ignores. Files of shipped models may have them for training runs."""
+    """Check the flags that the planner ignores, and warn about them unless only the file of a shipped model sets them."""
     from fgoffload.integrations.megatron.flags.other_flags import DECIDED_BY_PLAN
     from fgoffload.integrations.megatron.flags.tag_checks import check_replaced
 
@@ -237,9 +237,9 @@ def _check_ignored(checked: PlanOptions) -> None:
     is_shipped = any(checked.model.samefile(path) for path in list_models())
     words = (*(() if is_shipped else _read_flags(checked.model)), *checked.megatron_flags)
     found = dict.fromkeys(name for word in words if (name := word.partition("=")[0]) in DECIDED_BY_PLAN)
-    # That flag only enables offload, so it needs no warning.
+    # This flag only enables offload, so it needs no warning.
     if ignored := [name for name in found if name != "--fine-grained-activation-offloading"]:
-        logger.warning("the planner ignores %s, since it chooses what to offload and recompute.", ", ".join(ignored))
+        logger.warning("the planner chooses what to offload and recompute, so it ignores %s.", ", ".join(ignored))
 
 
 def _read_flags(path: Path) -> Sequence[str]:

@@ -22,7 +22,7 @@ class PlannedDevice:
     profile: "Profile | None"
     """A profile of a training run, or only of the link."""
     link_line: str = ""
-    """Text about the link, if a profile measured only the link."""
+    """Description of the link, if a profile measured only the link."""
 
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
@@ -44,7 +44,7 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
     line = (
         f"Link: from {checked.profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s "
         f"to the host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once. "
-        f"Everything else is from {device.name}."
+        f"All other properties are those of {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
 
@@ -75,8 +75,8 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
     except ConfigError as error:
         if checked.gpu is None and measured is not None:
             raise ConfigError(
-                f"--profile {checked.profile} has only the link, measured on {measured.device!r}, which is not in the hardware "
-                "table. Set the device too, for example --gpu h100, or measure a model: fgoffload profile ARGUMENTS.sh."
+                f"--profile {checked.profile} has only link rates, measured on {measured.device!r}, which is not in the "
+                "hardware table. Add the device, for example --gpu h100, or profile a model: fgoffload profile ARGUMENTS.sh."
             ) from error
         known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
         raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
@@ -103,13 +103,13 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
 
 
 def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
-    """Return the host budget of a rank, or None for no limit, and a text about its source.
+    """Return the host budget of a rank, or None for no limit, and a description of its source.
 
     The default equals the engine's default on an idle node: a share of the node's memory, divided by its ranks.
     """
     from fgoffload.planner.model_ranks import count_ranks_per_node
 
-    source = "" if given_bytes is None else f"{format_bytes(given_bytes)} a rank, from the command line"
+    source = "" if given_bytes is None else f"{format_bytes(given_bytes)} per rank, from the command line"
     if hardware is None or hardware.host_memory_bytes_per_node is None:
         return given_bytes, source or "no limit, since the node's memory is unknown; --offload-host-budget SIZE sets one"
     node_bytes, ranks = hardware.host_memory_bytes_per_node, count_ranks_per_node(hardware, world_size)
@@ -120,6 +120,6 @@ def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", wor
     budget_bytes = int(node_bytes * HOST_SHARE / ranks)
     share = f" divided by {ranks} ranks" if ranks > 1 else ""
     return budget_bytes, (
-        f"{format_bytes(budget_bytes)} a rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)}{share}; "
+        f"{format_bytes(budget_bytes)} per rank, {HOST_SHARE:.0%} of a node's {format_bytes(node_bytes)}{share}; "
         "a training run uses the same share of the memory that is free when it starts"
     )

@@ -1,4 +1,4 @@
-"""Shows memory by pipeline rank, and layouts that would fit, if a model does not fit."""
+"""Shows the memory of each pipeline rank and layouts that would fit, for a model that does not fit."""
 
 import contextlib
 import itertools

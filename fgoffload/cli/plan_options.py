@@ -59,7 +59,7 @@ class PlanOptions:
     thorough: bool
     verbose: bool
     host: "HostGuess | None"
-    """Assumed host. None uses the profile; without a profile, the step is assumed not to be launch-bound."""
+    """Whether the step is assumed to be launch-bound. None uses the profile; without a profile, it is assumed not to be."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -126,7 +126,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _find_host(options: argparse.Namespace) -> "HostGuess | None":
-    """Return the host of `--launch-bound` or `--not-launch-bound`, or None without them."""
+    """Return the assumption that `--launch-bound` or `--not-launch-bound` selects, or None without them."""
     if not (options.launch_bound or options.not_launch_bound):
         return None
     from fgoffload.planner.host_overhead import HostGuess

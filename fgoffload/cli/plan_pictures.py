@@ -24,7 +24,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
 
     `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
     """
-    axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"GiB on pipeline rank {rank}, the plan's highest peak")
+    axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"memory of rank {rank} (the plan's highest peak), GiB")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]
@@ -59,7 +59,7 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
     Plans form a line, and baselines are points. The legend shows the values of baselines outside the plot.
     """
-    axes = draw_axes(4.5, title, x="highest peak memory of a rank, GiB, predicted", y="step time over baseline")
+    axes = draw_axes(4.5, title, x="predicted peak memory (maximum over ranks), GiB", y="step time over baseline")
     baseline_s = baselines["baseline"].step_s
 
     def locate(results: Iterable[StepResult]) -> tuple[list[float], list[float]]:

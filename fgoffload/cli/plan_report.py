@@ -158,7 +158,7 @@ def show_sweep(
 
 
 def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
-    """Describe the parts of the budget, the flags for a training run, and the host budget. Use None for a sweep."""
+    """Describe the parts of the budget, the flags for training, and the host budget. `budget_bytes` is None for a sweep."""
     reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
     if budget_bytes is None:
         text, size = f"Each budget includes {reserve}", "SIZE, without the reserve"

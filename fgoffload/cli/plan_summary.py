@@ -65,7 +65,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
         if subject.hardware is not None:
             world_size = subject.parallelism.world_size
             node_bytes = count_host_bytes_per_node(host_bytes, hardware=subject.hardware, world_size=world_size)
-            node = f" a rank, {format_bytes(node_bytes)} a node"
+            node = f" per rank, {format_bytes(node_bytes)} per node"
         lines.append(f"Pinned host memory: {format_bytes(max(host_bytes))}{node}.")
     return "\n".join(lines)
 

@@ -46,7 +46,7 @@ class Subject:
     takes_auto: bool = True
     """Whether `--offload-modules auto` works. It does not work with CUDA graphs."""
     link_line: str = ""
-    """Text about the link, if a profile measured only the link."""
+    """Description of the link, if a profile measured only the link."""
 
     @property
     def title(self) -> str:
@@ -155,7 +155,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
     results = (*baselines.values(), *(solution.result for solution in solutions))
     table = make_table(
         left=("",),
-        right=("budget", "peak", step, "over baseline", "offloads a step", "recompute", "waits for copies"),
+        right=("budget", "peak", step, "over baseline", "offloads per step", "recompute", "waits for copies"),
         title=subject.title,
         caption="\n".join(("predicted; maximum over ranks", *list_notes(results, baseline_s))),
         title_justify="left",
@@ -183,7 +183,7 @@ def format_overhead(ratio: float) -> str:
 
 
 def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
-    """Return a footnote on ~ if the overhead of one of `results` has it."""
+    """Return a footnote that explains ~, if it marks the overhead of one of `results`."""
     is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
     return [f"~: within {OVERHEAD_NOISE:.0%} of the baseline, which is noise."] if is_marked else []
 

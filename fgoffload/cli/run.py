@@ -43,7 +43,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--fine-grained-activation-offloading": "enable offload",
     "--offload-modules TAG ...": "tags to offload, or auto",
     "--offload-memory-budget SIZE": "GPU memory to plan for, with auto or a Trainer",
-    "--offload-plan FILE": "plan file, with the action for each layer",
+    "--offload-plan FILE": "plan file with the actions for each layer",
     "--offload-host-budget SIZE": "host memory limit of each rank",
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
     "--offload-prefetch SIZE": "bytes to reload before backward needs them",

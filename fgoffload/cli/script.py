@@ -15,7 +15,7 @@ from fgoffload.cli.options import explain_unusable_file
 from fgoffload.errors import BudgetError
 
 EXIT_FAILED = 1  # Python's exit code for an uncaught exception
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, what shells use
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def find_fault(script: str) -> str | None:

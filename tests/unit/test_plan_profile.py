@@ -138,7 +138,7 @@ def test_incomplete_profiles_are_rejected_with_the_command_to_measure(capsys, tm
     for change, message in (
         ({"format": 1}, "is a profile of format 1; this version reads format 3. Measure again."),
         ({"training": None}, "does not contain the flags of the measured run. Measure again: fgoffload profile"),
-        ({"ranks": [], "training": None}, "has only the link, measured on 'A device', which is not in the hardware"),
+        ({"ranks": [], "training": None}, "has only link rates, measured on 'A device', which is not in the hardware"),
     ):
         path = tmp_path / "old.json"
         path.write_text(json.dumps(document | change), encoding="utf-8")
