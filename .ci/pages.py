@@ -34,7 +34,7 @@ LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 FLAG_VALUES = {
     "offload_modules": " TAG ...",
     "min_offloaded_tensor_size": " ELEMENTS",
-    "activation_offload_fraction": " PART",
+    "activation_offload_fraction": " FRACTION",
     "delta_offload_bytes_across_pp_ranks": " BYTES",
     "offload_plan": " FILE",
 }

@@ -48,7 +48,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--offload-window SIZE": "bytes in flight to the host before compute waits",
     "--offload-prefetch SIZE": "bytes to reload before backward needs them",
     "--min-offloaded-tensor-size ELEMENTS": "smaller storages stay on the GPU",
-    "--activation-offload-fraction PART": "fraction of each chunk's sites to offload, 0 to 1",
+    "--activation-offload-fraction FRACTION": "fraction of each chunk's sites to offload, 0 to 1",
     "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
     "--delay-offload-until-cuda-graph": "start copies after the next CUDA graph is launched",
 }
