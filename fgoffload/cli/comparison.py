@@ -14,8 +14,10 @@ class RunRecord:
     """Results of one training run on one rank, or merged from all ranks."""
 
     steps: tuple[StepResult, ...]
+    counted_step: int
+    """Number, from 1, of the step whose activation bytes are counted."""
     activation_peak_bytes: int
-    """Peak activation bytes on the device in the step whose memory is measured."""
+    """Peak activation bytes on the device in that step."""
     samples: tuple[LedgerSample, ...]
     """Activation bytes over that step."""
     activation_peak_place: str = ""
@@ -29,7 +31,7 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """All steps but the first, which warms up, and the last, which measures memory unless CUDA graphs are captured."""
+        """All steps but the first and the last: one warms up, one counts activation bytes (unless CUDA graphs are captured)."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:

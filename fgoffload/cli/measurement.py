@@ -136,6 +136,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
         peak = ledger.find_peak()
         record = RunRecord(
             steps=tuple(records),
+            counted_step=_find_counted_step(training),
             activation_peak_bytes=ledger.peak_bytes,
             activation_peak_place="" if peak is None else peak.place,
             samples=tuple(ledger.samples),

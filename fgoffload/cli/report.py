@@ -72,7 +72,8 @@ def _start_table(records: Mapping[str, RunRecord], title: str) -> Table:
     steps = "step 2" if timed == 1 else f"median of steps 2 to {timed + 1}"
     if record.ranks > 1:
         ranks = f"\n{record.ranks} ranks, all compared; memory and time: maximum; copied bytes: sum"
-    caption = f"memory and bytes: step {len(record.steps)}{f'; step time: {steps}' if timed else ''}{ranks}"
+    times = f"; step time: {steps}" if timed else ""
+    caption = f"activations: step {record.counted_step}; copied bytes: step {len(record.steps)}{times}{ranks}"
     return make_table(
         left=("",), right=list(records), title=title, caption=caption, title_justify="left", caption_justify="left"
     )

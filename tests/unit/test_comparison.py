@@ -28,6 +28,7 @@ def test_the_first_parameter_with_a_different_gradient_is_named():
 def make_rank(losses, digests, *, peak_bytes, seconds=0.1, place="", stats=None, allocator=None):
     return RunRecord(
         steps=(make_step(losses=losses, digests=digests, seconds=seconds),),
+        counted_step=1,
         activation_peak_bytes=peak_bytes,
         samples=(LedgerSample(0, peak_bytes, place),),
         activation_peak_place=place,
