@@ -86,7 +86,7 @@ class OffloadConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether to plan from a measured first step."""
+        """Return whether to plan from measured steps."""
         return self.offload_modules == (AUTO,)
 
     @property
@@ -186,4 +186,4 @@ def _check_sequence_of_names(modules: object) -> None:
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)
-    raise ConfigError(f"offload_modules {modules!r} is not a sequence of tags. Pass one, for example {wanted!r}.")
+    raise ConfigError(f"offload_modules {modules!r} is not a sequence of tags. Pass a sequence, for example {wanted!r}.")

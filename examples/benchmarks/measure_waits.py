@@ -92,7 +92,7 @@ class Run:
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None
-    """Peak of the allocator; None on a CPU."""
+    """Peak allocated memory; None on a CPU."""
     d2h_bytes: int
     """Bytes offloaded in a step."""
     idle: IdleTime | None = None

@@ -48,7 +48,7 @@ class Measurement:
 
     @property
     def peak_bytes(self) -> int | None:
-        """The peak that a memory budget limits: the allocator's peak, or the activation peak on a CPU."""
+        """The peak that a memory budget limits: allocated memory, or activations on a CPU."""
         return self.activation_peak_bytes if self.peak_allocated_bytes is None else self.peak_allocated_bytes
 
 

@@ -25,7 +25,7 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Fields that may differ from the measured run. The kind of a fused gate does not change the saved bytes."""
+"""Fields that may differ from the measured run. The type of fused gate does not change the saved bytes."""
 
 
 def build_profiled_ranks(

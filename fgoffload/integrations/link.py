@@ -31,7 +31,7 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
     The device should be idle, since other load lowers the rates.
 
     Streams:
-        Copies run on the device's two copy streams, and products on the current stream. The host waits for each batch.
+        Copies run on the device's two copy streams, and products on the current stream. The host waits for both.
 
     Raises:
         StateError: Host memory cannot be allocated.

@@ -73,7 +73,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         if KeptReason.TOO_SMALL.value in stats.kept_bytes:
             fix = "Lower `min_offloaded_bytes` in config=TransferConfig(...), which OffloadCallback also accepts"
         kept = ", ".join(f"{format_bytes(size_bytes)}: {why}" for why, size_bytes in stats.kept_bytes.items())
-        reason = f"everything stayed on the device. {kept}."
+        reason = f"everything stayed on the device ({kept})."
     elif stats.dropped_storages:
         reason = (
             "backward used all tensors before they could be offloaded. A block offloads a group once it has saved "

@@ -95,7 +95,7 @@ class StaticMemory:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OutputBytes:
-    """Memory of the last norm, the output layer and the loss for one microbatch."""
+    """Memory of the final norm, the output layer and the loss for one microbatch."""
 
     saved_bytes: int  # bytes saved from forward to backward, which follows immediately
     forward_extra_bytes: int  # additional bytes during forward: the logits
@@ -136,7 +136,7 @@ def list_static_memory(
 
 
 def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputBytes:
-    """Return the memory of the last norm, the output layer and the loss for one microbatch.
+    """Return the memory of the final norm, the output layer and the loss for one microbatch.
 
     The loss converts the logits, 2sbV/t, to fp32, computes the softmax in place and saves it: 4sbV/t. In backward the gradient
     overwrites the softmax, and the output layer receives a bf16 copy. `--cross-entropy-loss-fusion` does not change this. Each
@@ -152,7 +152,7 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     logits = tokens * model.vocab_size // parallelism.tensor_parallel_size
     hidden = BF16 * part * model.hidden_size
     losses = 1 + model.mtp_num_layers
-    # Input and statistics of the last norm. Norms of multi-token prediction are counted in their layers.
+    # Input and statistics of the final norm. Norms of multi-token prediction are counted in their layers.
     norm_bytes = hidden + (2 if model.normalization == "LayerNorm" else 1) * FP32 * part
     # Input of the output layer; the softmax; each token's target index, and a mask of targets that other ranks have.
     loss_bytes = hidden + FP32 * logits + (INT64 + _BOOL) * tokens

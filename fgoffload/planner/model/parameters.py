@@ -74,7 +74,7 @@ def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
     if chunk.has_embedding or has_prediction:
         # Multi-token prediction also embeds tokens, with a copy of the first stage's weights.
         yield from _list_embedding(model)
-    # With multi-token prediction, the last norm follows the decoder's last layer, in whichever stage.
+    # With multi-token prediction, the final norm follows the decoder's last layer, in whichever stage.
     if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
         yield Parameter(count=_count_norm(model, model.hidden_size))
     if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):

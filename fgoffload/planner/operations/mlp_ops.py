@@ -24,9 +24,9 @@ _PERMUTE_KERNELS = 10
 _FUSED_PERMUTE_KERNELS = 3  # kernels per direction. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
-"""Host time of Megatron's Python code around router, dispatcher and grouped linears, per direction, in kernel launches. Source:
-forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and on B200 (Qwen3-30B
-with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
+"""Host time of Megatron's Python code around the router, dispatcher and grouped linears, per direction, as a number of
+launches. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and
+on B200 (Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
 """Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the

@@ -36,7 +36,7 @@ DEFAULT_EFFICIENCY = Efficiency()
 DEFAULT_EXECUTION = Execution()
 
 GRAPH_LAUNCHES = 3
-"""Cost of launching the graph of a layer's forward or backward, in kernel launches. Assumed."""
+"""Cost of launching the graph of a layer's forward or backward, as a number of kernel launches. Assumed."""
 
 HIDING_PART = 0.9
 """Fraction of a layer's compute that can hide the token exchange of another microbatch. Assumed."""

@@ -103,10 +103,10 @@ def test_a_tag_that_offloads_nothing_logs_one_warning_with_the_reason(take_logge
     warnings = take_logged(logging.WARNING)
     assert len(warnings) == 2  # in the order of the modules
     assert warnings[1].startswith(
-        "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device. 216.00 KiB: below the minimum size"
+        "offload of Net: tag 'mlp' offloaded nothing: everything stayed on the device (216.00 KiB: below the minimum size"
     )
     assert warnings[1].endswith("which OffloadCallback also accepts, or omit the tag.")
-    assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device.")
+    assert warnings[0].startswith("offload of Net: tag 'norm' offloaded nothing: everything stayed on the device (")
 
 
 def test_a_handle_without_modules_or_regions_logs_a_warning(take_logged):

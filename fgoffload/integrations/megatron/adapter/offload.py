@@ -68,7 +68,7 @@ class MegatronOffload:
         self.graphs = GraphedLayers(engine, self.actions)
         self.open_reruns = OpenReruns()
         self.has_waiting_layers = False
-        """Whether a layer of this rank makes the host wait for token counts in each forward."""
+        """Whether a layer of this rank synchronizes on token counts in each forward."""
         self.blocks: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         """Blocks whose layers are registered and prepared."""
         self._lane: Lane | None = None

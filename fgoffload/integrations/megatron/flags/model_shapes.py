@@ -46,7 +46,7 @@ num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_c
 moe_layer_freq window_attn_skip_freq rotary_percent make_vocab_size_divisible_by
 q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
 """
-"""Fields of models and layers that have the names of their flags, with `_` for `-`."""
+"""Model and layer fields named like their Megatron flags, with `_` for `-`."""
 
 _SET_BY_CONFIGURATION = """
 num_layers hidden_size ffn_hidden_size num_attention_heads group_query_attention num_query_groups kv_channels vocab_size
@@ -74,7 +74,7 @@ def read_model_file(
 ) -> tuple[ModelShape, Parallelism]:
     """Return the model and the ranks from the argument file at `path`. See `read_model`.
 
-    The launch command, `#SBATCH` lines or `NUM_GPUS=1024` in the file set the number of ranks.
+    The launch command, `#SBATCH` lines or `NUM_GPUS` in the file set the number of ranks.
 
     Raises:
         ConfigError: The file cannot be read, or describes a model that cannot be planned.

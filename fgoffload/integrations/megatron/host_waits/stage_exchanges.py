@@ -8,8 +8,8 @@ freed memory. So the host need not wait, and Megatron has removed one of its two
 (https://github.com/NVIDIA/Megatron-LM/pull/6919). Without these waits, the host begins each pass ahead of the device.
 
 The host must not get too far ahead. It frees offloaded tensors only after their copies to the host are done, and no copy of a
-pass is done before the device begins the pass. If layers wait for token counts, those waits limit the lead. Otherwise the host
-still waits for the current stream, but not for copies on other streams.
+pass is done before the device begins the pass. If layers synchronize on token counts, those waits limit the lead. Otherwise the
+host still waits for the current stream, but not for copies on other streams.
 """
 
 from collections.abc import Sequence

@@ -72,7 +72,7 @@ def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:
 
 
 def has_wait(layer: Any) -> bool:
-    """Return whether the host waits for token counts in each forward of `layer`."""
+    """Return whether each forward of `layer` synchronizes on token counts."""
     dispatcher = _find_dispatcher(layer)
     # With a fixed number of tokens per expert, the host already knows the counts.
     return dispatcher is not None and not layer.config.moe_pad_expert_input_to_capacity

@@ -54,7 +54,8 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     """Check, before the first step, that the budget exceeds the static memory of every rank. All ranks must call this.
 
-    `static_bytes` are this process's allocated bytes, such as weights and gradients. If one rank fails, all raise a PlanError.
+    `static_bytes` are this process's allocated bytes, such as weights and gradients. All ranks raise PlanError if any has too
+    many.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:

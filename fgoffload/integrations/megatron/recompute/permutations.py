@@ -4,9 +4,9 @@
     backward    recomputed permutation of the router's input  ->  first linear
 
 Without the recompute, the first linear saves its input, which has a copy of each token for each of the token's experts. The
-recompute needs only the router's input, which the router saves anyway. A permutation only copies data, so results are bitwise
-identical. Unlike in other units, the output is not emptied. The first linear does not save it (`detached_outputs.py`), so it is
-freed when Megatron's `MoELayer` returns.
+recompute needs the routing and the router's input, which the router saves anyway. A permutation only copies data, so results
+are bitwise identical. Unlike in other units, the output is not emptied. The first linear does not save it
+(`detached_outputs.py`), so it is freed when Megatron's `MoELayer` returns.
 
 [Note: Supported layers]
 If ranks exchanged tokens, a recompute would have to repeat the exchange. So the unit exists only if each rank has all experts,
