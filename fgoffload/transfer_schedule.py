@@ -32,6 +32,7 @@ from typing import Any, Generic, TypeVar
 
 from fgoffload.defaults import DEFAULT_PREFETCH_BYTES, DEFAULT_WINDOW_BYTES
 from fgoffload.errors import ConfigError
+from fgoffload.memory_tiers import SavedState
 from fgoffload.units import check_bytes
 
 STAGING_SLOTS = 2
@@ -80,19 +81,6 @@ class TransferPolicy:
     def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both lanes."""
         return ahead_bytes + group_bytes <= self.prefetch_bytes
-
-
-class SavedState(enum.Enum):
-    """Location of saved bytes."""
-
-    RESIDENT = enum.auto()  # on the device only: not submitted, kept, or cancelled in time
-    OFFLOADING = enum.auto()  # still on the device; the copy to the host may be running
-    OFFLOADED = enum.auto()  # on the host only
-    RELOADED = enum.auto()  # on the host and in a device buffer; the copy to the buffer may be running
-    FREED = enum.auto()  # nowhere, since backward no longer needs them; only in the simulator
-
-    __hash__ = object.__hash__
-    """Identity hash, several times faster than `Enum`'s own. Safe because members are singletons."""
 
 
 class GroupState(enum.Enum):

@@ -20,7 +20,7 @@ from fgoffload.engine.saved import Reload, SavedStorage
 from fgoffload.engine.stats import TagStats, TimeKind
 from fgoffload.engine.torch_internals import is_profiled
 from fgoffload.errors import InternalError, StateError
-from fgoffload.transfer_schedule import SavedState
+from fgoffload.memory_tiers import SavedState
 
 
 class _InFlight(NamedTuple):
@@ -132,7 +132,7 @@ class Transfers:
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
-        """Release the sources of the oldest copies to the host. The copies may still be in flight.
+        """Release the sources of the oldest group in flight. The copies may still be in flight.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
@@ -342,5 +342,5 @@ def _describe_change(saved: SavedStorage) -> str:
 
 
 def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range named as in the debug log, or a context manager that does nothing if no profiler runs."""
+    """Return a profiler range named as in the debug log, or a no-op context manager if no profiler is running."""
     return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

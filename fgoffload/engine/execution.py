@@ -22,7 +22,8 @@ from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.saved_registry import SavedRegistry
 from fgoffload.engine.stats import Counters, KeptReason, TagStats
 from fgoffload.errors import StateError
-from fgoffload.transfer_schedule import GroupState, ReloadDecision, SavedState, TransferSchedule
+from fgoffload.memory_tiers import SavedState
+from fgoffload.transfer_schedule import GroupState, ReloadDecision, TransferSchedule
 from fgoffload.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,9 @@ from fgoffload.engine.identity import get_key, has_bytes
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason, TagStats
+from fgoffload.memory_tiers import SavedState
 from fgoffload.plan import Site
-from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, ScheduledLane
+from fgoffload.transfer_schedule import GroupState, ScheduledGroup, ScheduledLane
 
 
 class Group(ScheduledGroup):

@@ -28,7 +28,7 @@ from fgoffload.engine.place import Place
 from fgoffload.engine.stats import TagStats
 from fgoffload.engine.torch_internals import share_counter
 from fgoffload.errors import StateError
-from fgoffload.transfer_schedule import SavedState
+from fgoffload.memory_tiers import SavedState
 
 ON_DEVICE = (SavedState.RESIDENT, SavedState.OFFLOADING)
 """States in which the original storage still contains the bytes."""

@@ -26,8 +26,8 @@ from fgoffload.engine.keep_rules import KeepRules
 from fgoffload.engine.place import Place
 from fgoffload.engine.saved import SavedStorage
 from fgoffload.engine.stats import KeptReason, TagStats
+from fgoffload.memory_tiers import SavedState
 from fgoffload.plan import Site
-from fgoffload.transfer_schedule import SavedState
 
 COMPARISONS = 8
 """Number of repeated saves to compare per pair of places. A comparison blocks the host and copies the tensor to the device."""

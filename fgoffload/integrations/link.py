@@ -60,7 +60,7 @@ class _Buffers:
             slab.close()
 
     def copy(self, size_bytes: int, *, to_host: bool) -> None:
-        """Queue one copy on the stream of its direction."""
+        """Queue a copy on the stream for its direction."""
         device = self.device
         stream = device.d2h_stream if to_host else device.h2d_stream
         on_host, on_device = self._slabs[to_host].buffer[:size_bytes], self._on_device[to_host][:size_bytes]

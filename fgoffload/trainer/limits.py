@@ -79,7 +79,7 @@ def _list_graph_faults(arguments: TrainingArguments) -> Iterator[str]:
         )
     for other, is_given, reason in (
         ("--variable-seq-lengths", arguments.has_variable_lengths, "a graph has fixed shapes"),
-        ("--packed-sequences", arguments.packed_sequences, "a graph cannot contain packed sequences"),
+        ("--packed-sequences", arguments.packed_sequences, "graphs do not support packed sequences"),
         ("--rampup-batch-size", arguments.rampup_batch_size, "graphs have a fixed number of microbatches"),
     ):
         if is_given:

@@ -1,6 +1,6 @@
 """Tests the one-way rule of imports. Parts import only from parts to their left:
 
-units, errors, environment, output_files <- text_files, config, tags, plan, transfer_schedule <- {engine, planner}
+units, errors, environment, output_files <- text_files, config, tags, plan, memory_tiers, transfer_schedule <- {engine, planner}
     <- {integrations, doctor} <- trainer <- benchmark <- cli.
 
 Within the planner: ranks <- {model <- operations <- memory <- timing <- model_ranks, simulation <- solving} <-
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-BELOW_ENGINE = ("errors", "units", "defaults", "tags", "transfer_schedule", "transfer_config", "plan", "config")
+BELOW_ENGINE = ("errors", "units", "defaults", "tags", "memory_tiers", "transfer_schedule", "transfer_config", "plan", "config")
 ABOVE_ENGINE = (*BELOW_ENGINE, "environment", "engine", "planner", "integrations")
 MAY_IMPORT = {
     "errors": (),
@@ -24,7 +24,8 @@ MAY_IMPORT = {
     "defaults": ("units",),
     "output_files": (),
     "text_files": ("errors", "units"),
-    "transfer_schedule": ("errors", "units", "defaults"),
+    "memory_tiers": (),
+    "transfer_schedule": ("errors", "units", "defaults", "memory_tiers"),
     "tags": ("errors", "units"),
     "watched": (),
     "cuda_graphs": ("tags",),

@@ -2,7 +2,8 @@
 
 import pytest
 
-from fgoffload.transfer_schedule import GroupState, SavedState, ScheduledGroup, ScheduledLane, TransferPolicy, TransferSchedule
+from fgoffload.memory_tiers import SavedState
+from fgoffload.transfer_schedule import GroupState, ScheduledGroup, ScheduledLane, TransferPolicy, TransferSchedule
 
 pytestmark = pytest.mark.quick
 

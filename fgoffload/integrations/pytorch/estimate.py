@@ -17,8 +17,8 @@ from fgoffload.integrations.pytorch.devices import DeviceChoice, make_device
 from fgoffload.integrations.pytorch.model import ModelOffload
 from fgoffload.integrations.pytorch.patterns import Patterns, check_model, find_sites
 from fgoffload.integrations.pytorch.tensors import check_config
+from fgoffload.memory_tiers import SavedState
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.transfer_schedule import SavedState
 from fgoffload.units import format_bytes
 
 OUTSIDE = "saved outside all regions"

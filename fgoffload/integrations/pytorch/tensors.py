@@ -10,9 +10,10 @@ from fgoffload.engine.geometry import round_up
 from fgoffload.engine.handles import Packed, keep_tensor
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.pytorch.devices import DeviceChoice, check_device, make_device
+from fgoffload.memory_tiers import SavedState
 from fgoffload.plan import Site
 from fgoffload.transfer_config import TransferConfig
-from fgoffload.transfer_schedule import SavedState, TransferPolicy
+from fgoffload.transfer_schedule import TransferPolicy
 
 TAG = "by_hand"
 """Tag of manually offloaded tensors in the statistics."""

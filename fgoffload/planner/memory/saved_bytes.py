@@ -18,7 +18,7 @@ Source: measured with Transformer Engine 2.20.2, megatron-core 0.16.1 and torch 
 
 from collections.abc import Iterable, Iterator
 
-from fgoffload.planner.memory.fp8_inputs import count_input_bytes, get_input_element_bytes, pad_rows
+from fgoffload.planner.memory.fp8_saved_bytes import count_input_bytes, get_input_element_bytes, pad_rows
 from fgoffload.planner.model.layer_shape import ExpertsShape, Fp8Recipe, LatentShape, LayerShape, RouterShape
 from fgoffload.planner.operations.layer_sizes import LayerSizes
 from fgoffload.planner.operations.ops import BF16, FP32, INT32, INT64

@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
+from fgoffload.memory_tiers import SavedState
 from fgoffload.planner.ranks.layer_model import HostWait
 from fgoffload.planner.ranks.rank_model import HostPace, RankModel, Turn
 from fgoffload.planner.ranks.schedule import Pass, PassKind
@@ -19,7 +20,7 @@ from fgoffload.planner.simulation.chunk_events import CompiledChunk, EventKind, 
 from fgoffload.planner.simulation.link_queue import Copy
 from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
-from fgoffload.transfer_schedule import ReloadDecision, SavedState, ScheduledGroup, ScheduledLane, TransferSchedule
+from fgoffload.transfer_schedule import ReloadDecision, ScheduledGroup, ScheduledLane, TransferSchedule
 
 _ROUNDING_S = 1e-9  # seconds; far less than any copy takes
 

@@ -54,8 +54,8 @@ class Efficiency:
     GB/s of 450 in all-gather. Ring all-reduce reaches 235 of 300 on A100, 682 of 900 on B200 and 313 of 448 on MI300X (Stas
     Bekman, Machine Learning Engineering, network)."""
     network: float = 0.90
-    """Fraction of the network cards' rate that collectives reach. Source: DeepEP's first release reports 43 to 58 GB/s with 50
-    GB/s cards over 16 to 64 ranks, traffic within the node included."""
+    """Fraction of the network cards' rate that collectives reach. Source: DeepEP V1 reports 43 to 58 GB/s over 16 to 64 ranks
+    with 50 GB/s network cards."""
     all_to_all: float = 0.75
     """Rate of an NCCL all-to-all relative to other collectives, within and across nodes. Fitted to steps of Qwen3-235B on 256
     H100 (tests/unit/planner/timing/published_steps.json); not measured on its own."""

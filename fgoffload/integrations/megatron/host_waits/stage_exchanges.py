@@ -91,7 +91,7 @@ def exchange_shapes(
         request.wait()
     hosts = [shape if shape is None else _copy_to_host(shape) for shape in (from_previous, from_next)]
     if device.type == "cuda":
-        # The host needs the shapes now. Sent tensors may be freed afterwards. See [Note: Waits after an exchange].
+        # The host needs the shapes now. See [Note: Waits after an exchange].
         torch.cuda.current_stream().synchronize()
     previous, following = (NO_SHAPE if host is None else host.tolist() for host in hosts)
     return previous, following
