@@ -41,7 +41,7 @@ class Launch:
             yield
         except OffloadError:
             if self.local_rank != 0:
-                # The launcher ends all processes as soon as one exits, maybe before local rank 0 has shown the error.
+                # The launcher ends all processes as soon as one exits, possibly before local rank 0 has shown the error.
                 time.sleep(_PATIENCE_S)
             raise
 
