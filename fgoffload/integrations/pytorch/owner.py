@@ -114,7 +114,7 @@ class EngineOwner:
             self._inert.setdefault(tag, "")
 
     def stats(self) -> StepStats:
-        """Return the statistics since the last call. Call it once per step.
+        """Return the statistics since the last call. Call this once per step.
 
         After the first step, a warning reports each tag that offloaded nothing, with the reason. If `stats` is never called,
         this warning follows the third forward.
