@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, it is over ten times as wide as the ratios' difference."""
+"""Minimum number of repeats for a confidence interval. With two, the interval is over ten times the ratios' difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Measurement:
 
 
 _SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are summed over ranks. The others are merged by their maximum."""
+"""Fields of a measurement that are summed over ranks. For the others, ranks are merged by maximum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Outcome:
 
     run: Run
     process: ProcessKind
-    """Kind of process that ran the setting. `baseline` runs in each kind."""
+    """Kind of process that ran the setting. `baseline` runs in each kind of process."""
     session: int
     """Index of the run's session in the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None

@@ -68,7 +68,7 @@ class ProcessKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One row of the benchmark."""
+    """One configuration that the benchmark measures."""
 
     system: System
     modules: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Setting:
         return (*self._list_offload_flags(), *recompute)
 
     def with_plan(self, plan: Path) -> "Setting":
-        """Return a setting that executes `plan` under the name of this one."""
+        """Return a copy of this setting that executes `plan`."""
         return dataclasses.replace(self, plan=plan)
 
     def _list_offload_flags(self) -> Iterator[str]:

@@ -17,6 +17,6 @@ def show_error(error: Exception) -> None:
 
 
 def show_line(message: str) -> None:
-    """Show `message` as one line on stderr that starts with the program's name."""
+    """Show `message` on stderr as one line that starts with the program's name."""
     with contextlib.suppress(OSError):  # if stderr is closed, only the exit code reports the error
         print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)

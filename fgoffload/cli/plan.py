@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--with-optimizer", action="store_true", dest="has_optimizer", default=None, help=optimizer_help)
     add("--no-optimizer", action="store_false", dest="has_optimizer", help="do not count optimizer states")
     add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the results of the sweep")
+    add("--json", metavar="FILE", help="write the plan (for --offload-plan) or the results of the sweep")
     plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
     add("--timeline", metavar="FILE", help="write a Chrome trace of the rank with the highest peak")

@@ -100,7 +100,7 @@ def build_decision_table(report: PlanReport) -> Table:
             _format_range((decision.recompute_s for decision in decisions), format_ms),
             *(map(format_ms, copies) if copies else "--"),
             "?" if price is None else _format_cost(price.cost_s),
-            "another action of the plan requires it" if price is None else price.describe(),
+            "required by another action of the plan" if price is None else price.describe(),
         )
     return table
 
@@ -185,7 +185,7 @@ def format_overhead(ratio: float) -> str:
 def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
     """Return a footnote that explains ~, if it marks the overhead of one of `results`."""
     is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
-    return [f"~: a difference below {OVERHEAD_NOISE:.0%}, which is noise."] if is_marked else []
+    return [f"~: differs from the baseline by less than {OVERHEAD_NOISE:.0%}, which is noise."] if is_marked else []
 
 
 def _format_cost(seconds: float) -> str:

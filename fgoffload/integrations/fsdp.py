@@ -27,7 +27,7 @@ def enable_activation_offloading(
 
     Args:
         model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.
-        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding itself is detected.
+        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding is detected from the model.
         enable_ckpt: Whether to checkpoint the layers.
         config: Offload options. If offload is disabled, nothing changes, and no layer is checkpointed either.
 

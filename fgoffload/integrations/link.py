@@ -15,7 +15,7 @@ QUICK_SIZES = (64 * KIB, 16 * MIB)
 """Copy sizes for a plan at the start of training: 16 MiB copies nearly reach the rate of larger ones and need little memory."""
 
 _BATCH_BYTES = 64 * MIB
-"""Bytes to copy per timing, within `_MOST_COPIES`, so that the microseconds that events take do not matter."""
+"""Bytes to copy per timing, within `_MOST_COPIES`, so that the microseconds of event overhead do not matter."""
 _MOST_COPIES = 256
 _REPEATS = 3
 """Repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""

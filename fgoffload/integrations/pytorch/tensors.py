@@ -56,7 +56,7 @@ class OffloadedTensor:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host and not on the GPU. Reading this releases the GPU memory of finished copies."""
+        """Whether the bytes are on the host and the engine has released the GPU memory. Reading this polls the copies."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
@@ -78,7 +78,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified in place before its copy was done, or the result of `reload` was modified.
+            StateError: The tensor was modified in place before its copy was done, or a reloaded tensor was modified.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
