@@ -22,7 +22,7 @@ LINES = {
 """Label, color and marker of each system in the plot."""
 
 MAX_RATIO = 1.5
-"""Maximum step time over the baseline in the plot. Full recompute is below it."""
+"""Maximum step time in the plot, relative to the baseline. Full recompute is below it."""
 
 
 class Point(NamedTuple):
@@ -44,7 +44,7 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
     """Plot step time against peak memory, with a line along the frontier of each system."""
-    # Imported here because the import is slow. pyplot would need a display.
+    # Imported here because the import is slow. pyplot would keep the figure in global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
@@ -54,7 +54,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     for one in summaries:
         if one.ratio is not None and one.peak_bytes is not None:
             points[one.setting.system].append(Point(one.peak_bytes, one.ratio))
-    # Models that train without a GPU have a peak of a few MiB.
+    # Models that are small enough for a CPU have a peak of a few MiB.
     most = max((point.peak_bytes for own in points.values() for point in own), default=0)
     scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     for system, (label, color, marker) in LINES.items():
@@ -65,7 +65,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
         if system is not System.BASELINE:  # the baseline is a point on the frontier of each system
             axes.plot(*_locate(find_frontier([*points[System.BASELINE][:1], *shown]), scale), linewidth=1.2, color=color)
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
-    axes.set_xlabel(f"{'peak allocated' if is_allocated else 'activations at peak'} [{unit}]")
+    axes.set_xlabel(f"{'peak allocated memory' if is_allocated else 'peak activation memory'} [{unit}]")
     axes.set_ylabel(f"step time over {BASELINE.name} (up to {MAX_RATIO})")
     axes.set_title(title, fontsize=11, pad=14)
     axes.spines[["top", "right"]].set_visible(False)

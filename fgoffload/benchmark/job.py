@@ -32,7 +32,7 @@ class Job:
     """Number of timed steps, or of all steps in a bitwise comparison."""
     repeats: int = 1
     baseline_every: int | None = None
-    """Number of settings between runs of `baseline`, which then also ends each repeat. None runs it once per repeat."""
+    """Number of settings between runs of `baseline`, which also ends each repeat. With None, it runs once per repeat."""
     steps_until_replay: int = 0
     """Number of eager and capture steps before the first step that only replays CUDA graphs. 0 without graphs."""
     compares_bits: bool = False
@@ -87,4 +87,4 @@ class Crashed:
 
 
 Message = Surroundings | Run | Stepped | Outcome | Crashed
-"""Message from a process: its machine once it is ready, each run as it begins, each step, and the outcome."""
+"""Message from a process: its surroundings, each run when it starts, each step and outcome when it ends, or a crash."""

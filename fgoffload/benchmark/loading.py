@@ -17,10 +17,10 @@ _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
 
 
 def load_arguments(job: Job) -> TrainingArguments:
-    """Return the arguments of the baseline after checking that this machine can run them.
+    """Return the arguments of the baseline after checking that this machine can run the model.
 
     Raises:
-        ConfigError: A flag is invalid, conflicts with the settings, or needs more than this machine has.
+        ConfigError: A flag is invalid or conflicts with the settings, or the model needs more GPUs than this machine has.
     """
     arguments = parse_setting_arguments(job, BASELINE)
     for name in _CHOSEN_BY_SETTINGS:

@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, it is over ten times as wide as the ratios' difference."""
+"""Minimum number of repeats for a confidence interval. With two, the interval is over ten times the ratios' difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Measurement:
 
 
 _SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are summed over ranks. The others are merged by their maximum."""
+"""Fields of a measurement that are summed over ranks. For the others, ranks are merged by maximum."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class Outcome:
 
     run: Run
     process: ProcessKind
-    """Kind of process that ran the setting. `baseline` runs in each kind."""
+    """Kind of process that ran the setting. `baseline` runs in each kind of process."""
     session: int
     """Index of the run's session in the whole benchmark. Times are only compared within a session."""
     measurement: Measurement | None = None
@@ -70,7 +70,7 @@ class Outcome:
     bits: tuple[StepResult, ...] = ()
     """Results of each step in a bitwise comparison."""
     failure: str = ""
-    """Reason for a failure, in one line."""
+    """Reason for a failure, on one line."""
 
     @property
     def setting(self) -> Setting:
@@ -94,7 +94,7 @@ class Summary:
 
     @property
     def ratio(self) -> float | None:
-        """The geometric mean of `ratios`, or None if there are none."""
+        """The geometric mean of `ratios`, or None if `ratios` is empty."""
         return statistics.geometric_mean(self.ratios) if self.ratios else None
 
     @property
@@ -106,7 +106,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    It is Student's t-interval of their logarithms. Each repeat has its own `baseline`, so machine drift mostly cancels out.
+    This is Student's t-interval of the log ratios. Each repeat has its own `baseline`, so machine drift mostly cancels out.
     """
     if len(ratios) < MIN_REPEATS:
         return None
@@ -133,10 +133,10 @@ def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
 
 
 def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
-    """Return the step time of `outcome` relative to the baseline, or None if either is missing.
+    """Return the step time of `outcome` relative to the baseline, or None if either time is missing.
 
     The baseline time is the median of all `baseline` steps in the same session and repeat. Two builds of the `baseline` model
-    differ slightly in speed, so the runs next to a setting are no better references than the others.
+    differ slightly in speed, so the `baseline` runs next to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None
@@ -170,7 +170,7 @@ def summarize(outcomes: Sequence[Outcome]) -> tuple[Summary, ...]:
 
 
 def _merge(measurements: Sequence[Measurement], *, step_seconds: tuple[float, ...], sums: Sequence[str] = ()) -> Measurement:
-    """Merge each number by its maximum, or by its sum if it is one of `sums`."""
+    """Return the maximum of each field, or the sum for fields in `sums`."""
     merged: dict[str, Any] = {}
     for name in (field.name for field in dataclasses.fields(Measurement) if field.name != "step_seconds"):
         combine: Callable[[Iterable[int]], int] = sum if name in sums else max

@@ -54,7 +54,7 @@ Predictions = Mapping[Setting, Mapping[Source, Prediction]]
 class Forecaster:
     """Predicts step time and peak memory of settings from each available source.
 
-    The profile of `job` must already exist. `device` is torch's name of the benchmark's device.
+    The profile of `job` must already exist. `device` is torch's name for the benchmark's device.
     """
 
     def __init__(self, job: Job, device: str) -> None:

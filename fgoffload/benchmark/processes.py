@@ -93,7 +93,7 @@ def run_sessions(
 ) -> Iterator[Outcome]:
     """Run `runs`, `baseline` first, in sessions of one kind. Yield the outcome of each run as it ends.
 
-    `on_message` is called with each message of rank 0. `start` has the signature of `start_session`.
+    `on_message` is called with each message from rank 0. `start` has the signature of `start_session`.
     """
     pending, session = list(runs), first_session
     while pending:

@@ -1,7 +1,7 @@
 """Builds the planner's model of a training run, and plans for a memory budget.
 
-Predictions of temporary memory are inexact. If the trial of a plan exceeds the budget, the next plan leaves the error of the
-prediction free, as with `--offload-modules auto`.
+Predictions of temporary memory are inexact. If the trial of a plan exceeds the budget, the next plan reserves the prediction
+error as free memory, as with `--offload-modules auto`.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ TryPlan = Callable[[Setting], int | None]
 
 
 def load_profile(job: Job, device: str) -> Profile | None:
-    """Return the job's profile, or None without one. A profile of another device is ignored with a warning."""
+    """Return the job's profile, or None without one. A profile from another device is ignored with a warning."""
     if job.profile is None:
         return None
     profile = Profile.load(job.profile)

@@ -37,7 +37,7 @@ _INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% con
 
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
-    """Return the cells of each measured setting under `HEADINGS`. Predictions from a profile are preferred."""
+    """Return a row of cells under `HEADINGS` for each measured setting. Predictions from a profile are preferred."""
     source = Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
     rows: list[tuple[str, ...]] = []
     for summary in summaries:
@@ -146,7 +146,7 @@ def compare_bits(outcomes: Sequence[Outcome]) -> list[tuple[str, str, str]]:
     """Compare each outcome with the first `baseline` of its session. The second `baseline` shows whether runs are reproducible.
 
     Returns:
-        A row for each outcome: the setting; `yes`, `no` or `not run`; and the first differences or the reason.
+        A row for each compared outcome: the setting; `yes`, `no` or `not run`; and the first differences or the failure.
     """
     references: dict[int, Outcome] = {}
     rows = []
@@ -182,7 +182,7 @@ def has_intervals(summaries: Iterable[Summary]) -> bool:
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return the name of a setting's row. For `baseline`, it includes the kind of process, since each kind runs one."""
+    """Return the name of a setting's row, with the kind of process for a `baseline` that is not of the main kind."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 

@@ -66,7 +66,7 @@ def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple
 def collect_results(results: Results, settings: Sequence[Setting], *, on_message: Callable[[Message], None]) -> None:
     """Run `settings` after `baseline`, and add each outcome to `results` as soon as it is known.
 
-    `on_message` is called with each message of rank 0 of each session.
+    `on_message` is called with each message from rank 0 of each session.
     """
 
     def receive(message: Message) -> None:

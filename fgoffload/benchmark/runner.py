@@ -1,4 +1,4 @@
-"""Trains and measures one setting on each rank. Loads torch.
+"""Trains and measures one setting at a time on all ranks. Loads torch.
 
 All settings have the same model, seed, tokens and kernels. Between settings, the model and the allocators' caches are freed.
 """
@@ -171,7 +171,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def disable_collector() -> Iterator[None]:
-    """Disable the garbage collector in the body. One collection takes as long as a layer."""
+    """Disable the garbage collector in the `with` block. One collection takes as long as a layer."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -205,7 +205,7 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measureme
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
-        # This is the pinned memory of torch's allocator, which was emptied before the setting. Our engine has its own arena.
+        # Pinned memory of torch's allocator, whose cache was emptied before the setting. Our engine has its own arena.
         host = torch.cuda.host_memory_stats()
         memory = {
             "peak_allocated_bytes": find_peak(),
@@ -223,7 +223,7 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measureme
 
 
 def _add_activation_peak(measurement: Measurement, trainer: Trainer) -> Measurement:
-    """Add the activation peak to `measurement`. Runs another step, since counting slows it down."""
+    """Add the activation peak to `measurement`. This runs another step, since counting slows a step down."""
     ledger = ActivationLedger(parameters=trainer.parameters())
     with trainer.observe(ledger):
         trainer.run_step(with_digests=False)

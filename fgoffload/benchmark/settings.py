@@ -7,9 +7,9 @@
     te-layers:3                         save_on_cpu
     plan:plan.json                      budget:18.9GiB
 
-The modules after a colon are offloaded, and those after / are recomputed. The number after @ is the fraction to offload
-(`--activation-offload-fraction`). ~delay adds `--delay-offload-until-cuda-graph`. The flags for CUDA graphs belong in the
-argument file, so that `baseline` captures the same graphs.
+Modules after megatron: or ours: are offloaded; modules after recompute: or / are recomputed. The number after @ is the
+fraction to offload (`--activation-offload-fraction`). ~delay adds `--delay-offload-until-cuda-graph`. The flags for CUDA
+graphs belong in the argument file, so that `baseline` captures the same graphs.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
 
 
 class System(enum.Enum):
-    """Systems to compare. Each has a line in the plot."""
+    """Systems to compare. Each has its own color in the plot."""
 
     BASELINE = "baseline"  # everything stays on the device
     RECOMPUTE = "recompute"  # Megatron-Core's full or selective recompute
@@ -54,7 +54,7 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Some settings need their own process, since libraries read environment variables only at import."""
+    """Kinds of processes. Some settings need their own: libraries read environment variables at import or keep global state."""
 
     MAIN = "main"  # all other settings
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
@@ -68,7 +68,7 @@ class ProcessKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """One row of the benchmark."""
+    """One configuration that the benchmark measures."""
 
     system: System
     modules: tuple[str, ...] = ()
@@ -120,7 +120,7 @@ class Setting:
         return (*self._list_offload_flags(), *recompute)
 
     def with_plan(self, plan: Path) -> "Setting":
-        """Return a setting that executes `plan` under the name of this one."""
+        """Return a copy of this setting that executes `plan`."""
         return dataclasses.replace(self, plan=plan)
 
     def _list_offload_flags(self) -> Iterator[str]:
@@ -135,7 +135,7 @@ class Setting:
         elif self.system in (System.BASELINE, System.RECOMPUTE, System.SAVE_ON_CPU):
             yield _OFF
         else:
-            # Do not run it without offload: its row would look like the result of a plan.
+            # Do not run the setting without offload: its row would look like the result of a plan.
             raise ConfigError(
                 f"{self.name} needs a plan. Pass a plan file, for example plan:plan.json, or use fgoffload bench --budgets, "
                 "which makes a plan."
@@ -168,7 +168,7 @@ def parse_setting(text: str) -> Setting:
     system = next((one for one in System if match and one.value == match["system"]), None)
     if match is None or system is None:
         raise ConfigError(
-            f"--settings {text!r} is not a setting. Settings begin with {', '.join(one.value for one in System)}, for example "
+            f"--settings {text!r} is not a setting. Start with one of: {' '.join(one.value for one in System)}. For example: "
             "ours:core_attn+attn_proj."
         )
     what, has_modules = match["what"] or "", system in (System.MEGATRON, System.OURS)
@@ -194,7 +194,7 @@ def parse_setting(text: str) -> Setting:
             raise ConfigError(f"--settings {text!r}: {error}") from error
     known = (*RECOMPUTE_MODULES, *_NEWER_RECOMPUTE_MODULES)
     for name in setting.recompute:
-        # Check only the name. If this version does not support the module, only that row fails.
+        # Check only the name. If the installed Megatron-Core does not support the module, only that row fails.
         if name not in known and setting.recompute != (FULL,):
             raise ConfigError(f"--settings {text!r}: {name!r} is not a recompute module. Use one of: {' '.join(known)}.")
     return setting
@@ -219,7 +219,7 @@ def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]
 def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
     """Return the sets of recompute modules to measure by default for a model, `full` first."""
     is_latent, has_experts = bool(transformer.get("multi_latent_attention")), bool(transformer.get("num_moe_experts"))
-    norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise they are fused into the next linears
+    norms = ("layernorm",) if has_experts or is_latent else ()  # otherwise fused into the linear layers after them
     # Only grouped experts have a separate module for their activation.
     activations = ("moe_act",) if has_experts and transformer.get("moe_grouped_gemm") else ()
     # Recompute of an MLP with biases hangs in backward; see `trainer.limits`.
@@ -246,7 +246,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Se
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Raise ConfigError if two settings have the same name, such as plan files in different folders."""
+    """Raise ConfigError if two settings have the same name, as plan files in different folders may."""
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:
@@ -264,7 +264,7 @@ def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[st
     yield from ((one, ()) for one in (*sets, ("qkv_linear", *attention, "mlp_norm", "expert_fc1", "moe_act")))
     if transformer.get("moe_grouped_gemm"):
         yield from ((one, ("layernorm", "moe_act")) for one in (sets[0], sets[-1]))
-    # If the experts are recomputed, only tensors of attention can be offloaded.
+    # If the experts are recomputed, only attention tensors can be offloaded.
     yield from ((one, ("layernorm", "moe")) for one in (attention, ("qkv_linear", *attention)))
 
 

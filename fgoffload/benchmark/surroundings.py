@@ -24,7 +24,7 @@ class Surroundings:
     device: str
     """Name of the device in torch, or `CPU`."""
     driver: str | None
-    """Driver version of the GPU; None without a GPU or if it is unknown."""
+    """Driver version of the GPU; None without a GPU or if unknown."""
     python: str
     packages: Mapping[str, str]
     cuda: str | None
@@ -32,7 +32,7 @@ class Surroundings:
     cpus: int
     """Number of CPU cores that this process may use."""
     variables: Mapping[str, str]
-    """Values of the set environment variables that affect the libraries."""
+    """Environment variables that are set and affect the libraries, with their values."""
 
 
 def find_surroundings(*, device: str) -> Surroundings:

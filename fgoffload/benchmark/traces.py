@@ -1,4 +1,4 @@
-"""Writes Chrome traces of torch's profiler."""
+"""Writes Chrome traces with torch's profiler."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Entry point of a benchmark process: executes its runs and sends the results through a pipe.
 
-Libraries read environment variables at import. This file must therefore not import them before `run_worker` sets the variables.
+Libraries read environment variables at import, so this file must not import torch before `run_worker` sets the variables.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def _run_all(
     job: Job, runs: Sequence[Run], connection: Connection, *, kind: ProcessKind, session: int, rank: int, store: Path
 ) -> None:
     """Execute `runs` on one rank. The ranks connect through the file `store`."""
-    # Imported here, since it loads torch, Megatron-Core and Transformer Engine.
+    # Imported here because these modules load torch, Megatron-Core and Transformer Engine.
     from fgoffload.benchmark.loading import load_arguments
     from fgoffload.benchmark.runner import Runner
     from fgoffload.benchmark.surroundings import find_surroundings
@@ -87,7 +87,7 @@ def _measure(job: Job, runner: "Runner", outcome: Outcome) -> Outcome:
 
 
 def redirect_output(path: Path) -> None:
-    """Redirect all output of this process to the file `path`, including output of C libraries."""
+    """Redirect all output of this process to the file `path`, including output from C libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

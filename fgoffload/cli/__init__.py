@@ -1,9 +1,9 @@
 """The command line. Each command is a module that imports heavy packages only when it runs.
 
-An invalid flag or file raises an `OffloadError`, usually a `ConfigError`, which `main` shows in one line.
+An invalid flag or file raises an `OffloadError`, usually a `ConfigError`, which `main` shows on one line.
 
-Exit codes: 0 for success, 1 if a comparison finds a difference or a check finds an error, 2 for an invalid flag, file or model,
-130 for Ctrl-C, 141 for a closed output pipe. `fgoffload run` returns the exit code of its script.
+Exit codes: 0 for success, 1 if a comparison finds a difference, a check finds an error or all benchmark settings fail, 2 for an
+invalid flag, file or model, 130 for Ctrl-C, 141 for a closed output pipe. `fgoffload run` returns the exit code of its script.
 """
 
 import argparse
@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # Only errors of stdout and stderr have no file name.
+        # Only errors from writing to stdout or stderr have no file name.
         if error.errno not in _FULL or error.filename is not None:
             raise
-        full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect it elsewhere.")
+        full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect the output.")
         full.__cause__ = error
         show_error(full)
         drop_unread_output()

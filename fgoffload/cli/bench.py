@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
     add = parser.add_argument_group("measurements").add_argument
-    settings_help = "settings as listed below; a name such as ours alone selects its defaults (default: depends on the model)"
+    settings_help = "settings as listed below; ours, for example, selects all its defaults (default: depends on the model)"
     add("--settings", metavar="NAME", nargs="+", default=(), help=settings_help)
     add("--plans", metavar="FILE", nargs="+", default=(), help="plan files to measure")
     add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for and measure")

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A command's module. It must not import heavy packages at the top, since every command imports all modules."""
+    """A command's module. It must not import heavy packages at the top, since each run imports all commands."""
 
     NAME: str
     SUMMARY: str

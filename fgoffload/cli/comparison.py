@@ -15,7 +15,7 @@ class RunRecord:
 
     steps: tuple[StepResult, ...]
     counted_step: int
-    """Number, from 1, of the step whose activation bytes are counted."""
+    """1-based number of the step whose activation bytes are counted."""
     activation_peak_bytes: int
     """Peak activation bytes on the device in that step."""
     samples: tuple[LedgerSample, ...]
@@ -23,7 +23,7 @@ class RunRecord:
     activation_peak_place: str = ""
     """Op at which the peak occurs, for example `layers.3.core_attn mb=2`. Empty without an engine."""
     allocator_peak_bytes: int | None = None
-    """Peak bytes of the device's allocator, including parameters. None on a CPU."""
+    """Peak allocated bytes on the device, including parameters. None on a CPU."""
     stats: StepStats | None = None
     """Engine statistics. None without offload."""
     ranks: int = 1
@@ -31,11 +31,11 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """All steps but the first and the last: one warms up, one counts activation bytes (unless CUDA graphs are captured)."""
+        """All steps but the first and the last: the first warms up, and without CUDA graphs the last counts activations."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:
-        """Return the median of the timed steps, or None with fewer than three steps."""
+        """Return the median time of the timed steps, or None with fewer than three steps."""
         return statistics.median(step.seconds for step in self.timed_steps) if self.timed_steps else None
 
 

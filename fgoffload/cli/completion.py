@@ -11,7 +11,7 @@ SUMMARY = "print a completion script for bash or zsh"
 DESCRIPTION = "Prints a script for your shell that completes commands, flags and model names."
 USAGE = "fgoffload completion bash|zsh"
 EXAMPLE = "fgoffload completion bash"
-NOTES = "To install it, add this line to ~/.bashrc:\n  source <(fgoffload completion bash)"
+NOTES = "To install it for bash, add this line to ~/.bashrc:\n  source <(fgoffload completion bash)"
 
 SHELLS: Mapping[str, str] = {"bash": "", "zsh": "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"}
 """Commands to run first, by shell. zsh has to load bash's completion functions."""

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Run the checks, show the results, and return 1 if one is an error."""
+    """Run the checks, show the results, and return 1 if any is an error."""
     if words:
         raise ConfigError(f"unknown option {words[0]!r}.{suggest(words[0], options.own_flags)} Usage: {USAGE}.")
     from fgoffload.doctor import Machine, Status, check_machine

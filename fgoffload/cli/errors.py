@@ -1,4 +1,4 @@
-"""Shows errors in one line, with the traceback on request."""
+"""Shows errors on one line, with the traceback on request."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ TRACEBACK_VARIABLE = "FGOFFLOAD_TRACEBACK"
 
 
 def show_error(error: Exception) -> None:
-    """Show `error` on stderr in one line, after its traceback if `FGOFFLOAD_TRACEBACK` is set."""
+    """Show `error` as one line on stderr, after its traceback if `FGOFFLOAD_TRACEBACK` is set."""
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
     show_line(f"error: {error}")
 
 
 def show_line(message: str) -> None:
-    """Show `message` on stderr in one line that starts with the program's name."""
+    """Show `message` on stderr as one line that starts with the program's name."""
     with contextlib.suppress(OSError):  # if stderr is closed, only the exit code reports the error
         print(f"fgoffload: {' '.join(message.split())}", file=sys.stderr, flush=True)

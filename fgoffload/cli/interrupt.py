@@ -1,7 +1,7 @@
 """Ends the process within two seconds of Ctrl-C, whatever it is doing.
 
-Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward on a GPU or a
-library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
+Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward pass on a GPU or
+a library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
 the process if the main thread does not stop in time.
 """
 

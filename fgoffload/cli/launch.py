@@ -35,13 +35,13 @@ class Launch:
         """Show an error only once if all processes of a machine raise it: local rank 0 shows it.
 
         Use this for work that all processes repeat, such as reading flags and files. The other processes wait until the
-        launcher ends them. After 30 seconds they assume that local rank 0 has no error, and show their own error.
+        launcher ends them. After 30 seconds, they assume that local rank 0 has no error, and show their own error.
         """
         try:
             yield
         except OffloadError:
             if self.local_rank != 0:
-                # The launcher ends all processes as soon as one exits, maybe before local rank 0 has shown the error.
+                # The launcher ends all processes as soon as one exits, possibly before local rank 0 has shown the error.
                 time.sleep(_PATIENCE_S)
             raise
 

@@ -39,7 +39,7 @@ class Training:
     arguments: TrainingArguments
     text: TextData
     flags: tuple[str, ...]
-    """Megatron's flags, first those of the file, then those of the command line."""
+    """Megatron's flags: those in the file, then those on the command line."""
 
 
 def load_training(
@@ -61,7 +61,7 @@ def load_training(
     check_supported(arguments)
     if steps is not None:
         arguments = dataclasses.replace(arguments, train_iters=steps)
-    # Check the setup with offload too. Otherwise its error would appear only after the whole first run.
+    # Check the setup with offload too. Otherwise, its errors would appear only after the whole first run.
     for offload in (None, arguments.offload):
         config = build_transformer_config(arguments, offload=offload)
     if arguments.offload is not None:
@@ -115,14 +115,14 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
     with _explain_rejection(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
     with contextlib.closing(trainer):
-        configured = training.arguments.offload  # check it before the first run, which is without offload
+        configured = training.arguments.offload  # check before the first run, which does not offload
         if configured is not None and configured.offload_memory_budget_bytes is not None:
             check_static(count_parameter_bytes(trainer.chunks), budget_bytes=configured.offload_memory_budget_bytes)
         ledger = ActivationLedger(parameters=trainer.parameters())
         records = []
         for number in range(1, training.arguments.train_iters + 1):
             if number in (1, training.arguments.steps_until_replay + 1) and not needs_cpu_support():
-                # Steps from here on only replay graphs. Exclude the peaks of eager steps and of the capture.
+                # Exclude the peaks of building the model and, with graphs, of the eager and capture steps.
                 torch.cuda.reset_peak_memory_stats()
             with contextlib.ExitStack() as around:
                 if number <= training.arguments.steps_until_replay + 1:
@@ -147,7 +147,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the number, from 1, of the step whose activation bytes are counted. Replayed graphs hide their saved tensors."""
+    """Return the 1-based number of the step whose activation bytes are counted. Replayed graphs hide their saved tensors."""
     if not training.arguments.captures_graphs:
         return training.arguments.train_iters
     return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))

@@ -17,7 +17,7 @@ DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser` as optional, since `check_argument_file` has a better error if it is missing."""
+    """Add the argument file to `parser`. It is optional, since `check_argument_file` has a better error for a missing file."""
     meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
@@ -99,7 +99,7 @@ def explain_unusable_file(name: str) -> str:
 def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.PathLike[str] | None]) -> Path:
     """Check an output file before the work starts, and return its path.
 
-    `inputs` are input files that must not be overwritten, keyed by description. The value of an unset file is None.
+    `inputs` are input files that must not be overwritten, keyed by description. Files that are not given are None.
     """
     if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
         raise ConfigError(f"--plot {name!r} has an unsupported image format. Use one of {', '.join(PLOT_SUFFIXES)}.")

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     hardware = parser.add_argument_group("hardware")
     add = hardware.add_mutually_exclusive_group().add_argument
     add("--gpu", metavar="NAME", help="device, for example h100, b200 or gb300 (all: docs/reference/hardware.md)")
-    add("--hardware", metavar="FILE", type=read_path, help="JSON file of another device (docs/reference/hardware.md)")
+    add("--hardware", metavar="FILE", type=read_path, help="JSON file describing another device (docs/reference/hardware.md)")
     add = hardware.add_argument
     add("--profile", metavar="FILE", type=read_path, help="output of `fgoffload profile`, for the model or only for the link")
     reserve_help = "GPU memory for the CUDA context, NCCL and fragmentation"
@@ -78,7 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--with-optimizer", action="store_true", dest="has_optimizer", default=None, help=optimizer_help)
     add("--no-optimizer", action="store_false", dest="has_optimizer", help="do not count optimizer states")
     add = parser.add_argument_group("output").add_argument
-    add("--json", metavar="FILE", help="write the plan, for --offload-plan, or the results of the sweep")
+    add("--json", metavar="FILE", help="write the plan (for --offload-plan) or the results of the sweep")
     plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
     add("--timeline", metavar="FILE", help="write a Chrome trace of the rank with the highest peak")
@@ -179,7 +179,7 @@ def _build_ranks(
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-        if profile is not None:  # it has rates for each copy size, and the slowdown of compute
+        if profile is not None:  # the profile has rates for each copy size, and the slowdown of compute
             link = profile.link.to_model()
             ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:

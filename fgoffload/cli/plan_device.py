@@ -57,7 +57,7 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
     link = Link(
         d2h_bytes_per_s=d2h_bytes_per_s,
         h2d_bytes_per_s=h2d_bytes_per_s,
-        # The duplex rate is measured separately, so it may slightly exceed the slower direction.
+        # The duplex rate is measured separately, so it may slightly exceed the slower direction's rate.
         duplex_bytes_per_s=min(rates.duplex_bytes_per_s, d2h_bytes_per_s, h2d_bytes_per_s),
         is_measured=True,
     )
@@ -105,7 +105,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
 def choose_host_budget(given_bytes: int | None, hardware: "Hardware | None", world_size: int) -> tuple[int | None, str]:
     """Return the host budget of a rank, or None for no limit, and a description of its source.
 
-    The default equals the engine's default on an idle node: a share of the node's memory, divided by its ranks.
+    The default equals the engine's default on an idle node: a share of the node's memory, divided among its ranks.
     """
     from fgoffload.planner.model_ranks import count_ranks_per_node
 

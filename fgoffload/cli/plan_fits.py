@@ -121,7 +121,7 @@ def _find_peak(passes: Sequence[tuple[bool, int]], chunk_bytes: Sequence[int]) -
 
 
 def _list_layouts(model: ModelShape, parallelism: Parallelism, hardware: Hardware) -> Iterator[list[str]]:
-    """Yield the flags of candidate layouts: those with the fewest GPUs first, then those with the smallest parallel sizes."""
+    """Yield the flags of candidate layouts, ordered by the number of GPUs, then by the sum of the parallel sizes."""
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     experts = 1 if model.experts is None else model.experts.num_experts
     contexts = (1, 2, 4, 8) if model.seq_length >= LONG_SEQUENCE else (1,)

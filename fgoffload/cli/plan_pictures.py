@@ -20,7 +20,7 @@ _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selectiv
 
 
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
-    """Plot the device memory of a pipeline rank over a step. With many microbatches, the plot ends soon after the peak.
+    """Plot the device memory of a pipeline rank over a step. If the step has many ops, the plot ends soon after the peak.
 
     `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
     """
@@ -55,7 +55,7 @@ def _find_shown_end(result: StepResult, rank: int) -> float:
 
 
 def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutions: Sequence[Solution], *, title: str) -> None:
-    """Plot step time over the baseline against peak memory, for plans and for Megatron's own flags.
+    """Plot step time, relative to the baseline, against peak memory for plans and for Megatron's own flags.
 
     Plans form a line, and baselines are points. The legend shows the values of baselines outside the plot.
     """
@@ -80,8 +80,8 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
 
 def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
-    """Return empty axes of a new plot. `height` is in inches, `x` and `y` are the labels."""
-    # Importing matplotlib takes as long as planning. pyplot would require a display.
+    """Return empty axes of a new plot. `height` is in inches; `x` and `y` are the labels."""
+    # Importing matplotlib takes as long as planning. pyplot would keep the figure in global state.
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(8.5, height), layout="constrained").subplots()

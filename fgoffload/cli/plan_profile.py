@@ -1,7 +1,7 @@
 """Builds the ranks of a plan from a profile, after checking that the profile matches the planned run.
 
 The profile provides times, saved bytes and static memory. The planned run may differ from the measured one only in the number
-of microbatches, the reserve, the window, the prefetch, and the minimum offloaded size.
+of microbatches, the reserve, the window, the prefetch, the minimum offloaded size, and the use of CUDA graphs.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def build_profiled_ranks(
         )
     if assumptions.graphs != NO_CAPTURE:
         logger.warning(
-            "profile %s was measured without CUDA graphs. If it was launch-bound, steps are faster than predicted.", path
+            "profile %s was measured without CUDA graphs. If that run was launch-bound, steps are faster than predicted.", path
         )
     has_shared_overlap = model.experts is not None and model.experts.has_shared_overlap
     return tuple(
@@ -70,7 +70,7 @@ def _compare_runs(
     source = str(checked.model)  # a warning about both runs has the same text, so it is shown once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
-    # Compare parallel sizes first, since others depend on them, such as the padded vocabulary.
+    # Compare parallel sizes first, since other fields, such as the padded vocabulary, depend on them.
     yield from _compare_fields("", measured_parallelism, parallelism)
     yield from _compare_fields("", measured_model, model)
     yield from _compare_fields("", measured.state, assumptions.state)

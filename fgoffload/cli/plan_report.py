@@ -138,7 +138,7 @@ def show_sweep(
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
     # Step time may drop steeply between two budgets, so plan for each baseline's peak too.
     peaks = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
-    # Of budgets that look alike in the table, plan for the largest.
+    # Of budgets that look alike in the table, plan only for the largest.
     budgets = list({format_bytes(size): size for size in sorted(even | peaks)}.values())
     with _working(f"planning for {len(budgets)} budgets"):
         solutions = list(sweep(ranks, budgets, host_budget_bytes=host_budget_bytes))[::-1]
@@ -167,7 +167,7 @@ def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
         text = f"The budget includes {reserve} and {format_bytes(allocated_bytes)} for the allocator"
         size = f"{allocated_bytes / GIB:.6g}GiB"
     if subject.takes_auto:
-        text += f". For --offload-modules auto, that is --offload-memory-budget {size}"
+        text += f". For --offload-modules auto, use --offload-memory-budget {size}"
     return f"{text}. Host budget: {subject.host_budget}."
 
 

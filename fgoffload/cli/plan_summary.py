@@ -58,7 +58,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")
         if report.baselines["selective recompute"].peak_bytes > report.baselines["baseline"].peak_bytes:
-            lines.append("Its checkpoint saves more than fused attention, so its peak is higher.")
+            lines.append("Its checkpoint saves more than fused attention does, so the peak is higher.")
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""

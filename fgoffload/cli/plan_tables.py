@@ -26,8 +26,8 @@ PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
 """Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
 Four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads within this distance of 1 are noise. It is smaller than the uncertainty, since two predictions for the same model
-share most of their error."""
+"""Overheads within this distance of 1 are noise. The distance is below the uncertainty, since two predictions for a model share
+most of their error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class Subject:
 
     @property
     def title(self) -> str:
-        """The model, its parallel sizes, the device and the microbatches, in one line."""
+        """The model, its parallel sizes, the device and the microbatches, on one line."""
         sizes = self.parallelism
         parts = {"tp": sizes.tensor_parallel_size, "pp": sizes.pipeline_parallel_size, "vp": sizes.chunks}
         parts |= {"cp": sizes.context_parallel_size, "ep": sizes.expert_parallel_size, "dp": sizes.data_parallel_size}
@@ -76,9 +76,9 @@ def build_decision_table(report: PlanReport) -> Table:
         right=("layers", "frees", "offloads", "recompute", "hidden copies", "exposed copies", "cost"),
         last=("reason",),
         title="Actions of the plan",
-        caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum of all ranks; cost: step time "
-        "that the row adds on the rank it slows most, negative if it shortens other waits; tags that only share the storage of "
-        "another tag have no row",
+        caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum over all ranks; cost: step "
+        "time added on the rank that the row slows most, negative if the row shortens waits; tags that only share the storage "
+        "of another tag have no row",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)
@@ -100,7 +100,7 @@ def build_decision_table(report: PlanReport) -> Table:
             _format_range((decision.recompute_s for decision in decisions), format_ms),
             *(map(format_ms, copies) if copies else "--"),
             "?" if price is None else _format_cost(price.cost_s),
-            "another action of the plan requires it" if price is None else price.describe(),
+            "required by another action of the plan" if price is None else price.describe(),
         )
     return table
 
@@ -185,7 +185,7 @@ def format_overhead(ratio: float) -> str:
 def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
     """Return a footnote that explains ~, if it marks the overhead of one of `results`."""
     is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
-    return [f"~: within {OVERHEAD_NOISE:.0%} of the baseline, which is noise."] if is_marked else []
+    return [f"~: differs from the baseline by less than {OVERHEAD_NOISE:.0%}, which is noise."] if is_marked else []
 
 
 def _format_cost(seconds: float) -> str:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
-    """Measure, show the tables, write the file, and return 0. Only rank 0 shows and writes."""
+    """Measure, show the tables, write the file, and return 0. Only rank 0 prints and writes."""
     launch = find_launch()
     with launch.show_errors_once():
         json_file = _check_options(options, megatron_flags)

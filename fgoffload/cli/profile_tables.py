@@ -37,7 +37,7 @@ def describe_rank(rank: RankProfile) -> str:
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
     """Describe the step times measured under plans, and the slowdown that the planner derives from them."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
-    bound = ", the maximum that plans assume" if slowdown >= MOST_SLOWDOWN else ""
+    bound = " (the maximum)" if slowdown >= MOST_SLOWDOWN else ""
     return (
         f"steps under trial plans took {ratios} times as long as the baseline. Plans assume that copies slow compute by "
         f"{slowdown:.1%}{bound}, and that each offloaded group costs {1e3 * find_group_s(slowdown):.2f} ms"

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from fgoffload.cli.console import PipeConsole
 
 StartRun: TypeAlias = Callable[[str, int], Callable[[float], None]]
-"""Adds the bar of a run from a label and a number of steps. Returns a function to call with the loss after each step."""
+"""Adds a bar for a run, given its label and number of steps. Returns a function to call with the loss after each step."""
 
 
 @contextlib.contextmanager

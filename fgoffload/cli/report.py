@@ -43,7 +43,7 @@ def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Diff
         if place := records[WITH].activation_peak_place:
             table.add_row("  peak reached at", "", place)
     if all(record.allocator_peak_bytes is not None for record in records.values()):
-        add("allocator at peak", lambda record: format_bytes(record.allocator_peak_bytes or 0))
+        add("allocated at peak", lambda record: format_bytes(record.allocator_peak_bytes or 0))
     add("step time", _step_time, ends_section=True)
     if WITH in records:
         _add_offload_rows(table, records[WITH])
@@ -85,7 +85,7 @@ def _step_time(record: RunRecord) -> str:
 
 
 def _add_offload_rows(table: Table, record: RunRecord) -> None:
-    """Add rows for copied bytes, bytes that stayed on the GPU with the reason, host memory, and waits."""
+    """Add rows for copied bytes, bytes that stayed on the GPU by reason, host memory, and waits."""
     if (stats := record.stats) is None:
         return
     kept: Counter[str] = Counter()

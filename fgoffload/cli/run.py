@@ -144,7 +144,7 @@ def run_torchrun(words: Sequence[str]) -> int:
         print(error, file=sys.stderr, flush=True)
         _, failure = error.get_first_failure()
         code = failure.exitcode
-        return 128 - code if code < 0 else code or EXIT_FAILED  # negative for a signal, as a shell reports it
+        return 128 - code if code < 0 else code or EXIT_FAILED  # shells report a signal as 128 + its number
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
@@ -168,8 +168,8 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             exit_code = run_script(request.script, own.script_words)
             if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
-                    f"warning: {request.script} ran no model of this Megatron-Core, so nothing was offloaded. Use a script "
-                    "that trains such a model, or remove the flags of fgoffload."
+                    f"warning: {request.script} ran no model of the patched Megatron-Core, so nothing was offloaded. Use a "
+                    "script that trains such a model, or remove the flags of fgoffload."
                 )
         finally:
             _remove(offload)
@@ -177,7 +177,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
 
 
 def _makes_trainers(request: RunRequest) -> bool:
-    """Return whether the script imports transformers or TRL without offload for Megatron-Core."""
+    """Return whether the script imports transformers or TRL, and its flags do not enable offload for Megatron-Core."""
     return next(iter(OWN_FLAGS)) not in request.words and imports_any(request.script, ("transformers", "trl"))
 
 
@@ -216,7 +216,7 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # after a CUDA error this fails too, which must not hide the first error
+    except (OffloadError, RuntimeError) as error:  # after a CUDA error, this fails too, but must not hide the first error
         show_line(f"warning: offload could not be removed after the script: {error}")
 
 

@@ -25,7 +25,7 @@ def find_fault(script: str) -> str | None:
     try:
         with open(script, "rb") as file:
             source = file.read()
-        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # not bytecode or archive
+        if not (source.startswith(importlib.util.MAGIC_NUMBER) or zipfile.is_zipfile(script)):  # neither bytecode nor archive
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 compile(source, script, "exec", dont_inherit=True)
@@ -73,7 +73,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     except SystemExit as ended:
         return _read_exit_code(ended)
     except BudgetError:
-        raise  # the budget may be a flag of `fgoffload run`, so `main` shows this error in one line
+        raise  # the budget may be a flag of `fgoffload run`, so `main` shows this error on one line
     except BaseException as error:  # noqa: BLE001 - show every exception, as Python does
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,1 +1,1 @@
-"""Connects the engine to training frameworks. No other code of fgoffload imports one."""
+"""Connects the engine to training frameworks. No other part of fgoffload imports a framework."""

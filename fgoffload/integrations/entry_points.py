@@ -15,7 +15,7 @@ def replace_function(path: str, function: Callable[..., Any], *, versions: str) 
     """Replace the function at `path` with `function`, in its module and in modules of that project that imported it.
 
     `path` is a dotted name, as in `verl.utils.activation_offload.enable_activation_offloading`. Later imports get `function`
-    too. A second call does nothing. The error names `versions`, the versions of the project that have `path`.
+    too. A second call does nothing. The error names `versions`, the versions of the project that contain `path`.
 
     Raises:
         IntegrationError: The function does not exist.

@@ -22,12 +22,12 @@ def enable_activation_offloading(
 ) -> ModelOffload:
     """Offload the activations of a sharded model's layers.
 
-    The layers are the FSDP units without embeddings. With `enable_ckpt`, each layer is checkpointed inside its unit, so a
-    recompute does not gather parameters again. The layer's input is offloaded. This disables transformers' own checkpointing.
+    The layers are the FSDP units, except embeddings. With `enable_ckpt`, each layer is checkpointed inside its unit, so a
+    recompute does not gather parameters again. The layer's input is offloaded, and transformers' own checkpointing is disabled.
 
     Args:
         model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.
-        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding itself is detected.
+        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding is detected from the model.
         enable_ckpt: Whether to checkpoint the layers.
         config: Offload options. If offload is disabled, nothing changes, and no layer is checkpointed either.
 
@@ -40,14 +40,14 @@ def enable_activation_offloading(
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
-            f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models use `fgoffload.offload`."
+            f"strategy {strategy!r} is not one of {', '.join(STRATEGIES)}. For other models, use `fgoffload.offload`."
         )
     # FSDP1 gathers parameters in its wrapper's forward, so the region and the checkpoint go around the wrapped module.
     units = [
         dataclasses.replace(unit, module=unwrap(unit.module), is_checkpointed=enable_ckpt) for unit in find_fsdp_units(model)
     ]
     if not units:
-        raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers, then call this.")
+        raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers before this call.")
     handle = offload_sites(model, units, config)
     if enable_ckpt and handle.config.enabled:
         for module in model.modules():

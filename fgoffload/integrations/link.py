@@ -1,4 +1,4 @@
-"""Measures the link between a device and its host: copies in one direction, in both, and concurrent with matrix products."""
+"""Measures the link between a device and its host: copies in each direction, in both at once, and during matrix products."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ QUICK_SIZES = (64 * KIB, 16 * MIB)
 """Copy sizes for a plan at the start of training: 16 MiB copies nearly reach the rate of larger ones and need little memory."""
 
 _BATCH_BYTES = 64 * MIB
-"""Minimum bytes copied per timing, so that the microseconds that events take do not matter."""
+"""Bytes to copy per timing, within `_MOST_COPIES`, so that the microseconds of event overhead do not matter."""
 _MOST_COPIES = 256
 _REPEATS = 3
 """Repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
@@ -31,7 +31,7 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
     The device should be idle, since other load lowers the rates.
 
     Streams:
-        Copies run on the device's two copy streams, and products on the current stream. The host waits for both.
+        Copies run on the device's two copy streams, and products on the current stream. The host waits for all of them.
 
     Raises:
         StateError: Host memory cannot be allocated.
@@ -69,7 +69,7 @@ class _Buffers:
             device.copy_bytes(destination=destination, source=source, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
-        """Return the seconds of `count` concurrent copies in each of `directions`, for the slower direction."""
+        """Copy `count` times in all `directions` concurrently, and return the seconds of the slower direction."""
         device = self.device
         streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
         starts = [device.record_event(stream, is_timed=True) for stream in streams]

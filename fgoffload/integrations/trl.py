@@ -1,4 +1,4 @@
-"""Replaces TRL's activation offload: `import fgoffload.integrations.trl` in the script, and use TRL's switch.
+"""Replaces TRL's activation offload: `import fgoffload.integrations.trl` in the script, and turn on TRL's switch.
 
     import fgoffload.integrations.trl
     trainer = SFTTrainer(model, SFTConfig(activation_offloading=True, ...), ...)
@@ -57,10 +57,10 @@ def get_act_offloading_ctx_manager(
         use_streams: Ignored. Copies always have their own streams.
         min_offload_size: Minimum bytes of an offloaded storage. Smaller storages stay on the GPU.
         max_fwd_stash_size: Ignored. `TransferConfig.window_bytes` limits the bytes in flight.
-        warn_if_no_head: Ignored. A head is not a layer, so it stays on the GPU.
+        warn_if_no_head: Ignored. The head is not a layer, so its activations stay on the GPU.
     """
     if not use_streams or max_fwd_stash_size:
-        logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload limits what is in flight by bytes.")
+        logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload uses streams and limits bytes in flight.")
     memory = HostMemory.PINNED if use_pin_memory else HostMemory.PAGEABLE
     return TrainingSteps(model, TransferConfig(host_memory=memory, min_offloaded_bytes=min_offload_size))
 

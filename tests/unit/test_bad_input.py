@@ -138,6 +138,6 @@ def test_a_full_disk_behind_stdout_causes_one_error(words):
     with open("/dev/full", "wb") as full:
         ended = start("-m", "fgoffload", *words, stdout=full)
     message = (
-        "fgoffload: error: the output cannot be written: No space left on device. Free disk space or redirect it elsewhere.\n"
+        "fgoffload: error: the output cannot be written: No space left on device. Free disk space or redirect the output.\n"
     )
     assert (ended.returncode, ended.stderr) == (2, message)

@@ -103,7 +103,7 @@ def test_cuda_graphs_are_planned_from_an_eager_profile(capsys, arguments, profil
         assert code == 0
         actions = OffloadPlan.load(path).actions
         recomputed.append({site.tag for site, action in actions.items() if action.recomputes and site.layer > 0})
-        assert err.count("was measured without CUDA graphs. If it was launch-bound") == bool(typed)
+        assert err.count("was measured without CUDA graphs. If that run was launch-bound") == bool(typed)
     captured = find_captured("transformer_engine", ("attn", "moe_router"), is_moe=True)
     assert recomputed[0] & captured
     assert not recomputed[1] & captured

@@ -1,8 +1,8 @@
-"""Handle of a model with a memory budget. Measures and plans the model, and executes the plan.
+"""Handle of a model with a memory budget. Measures the model, makes a plan, and executes it.
 
 [Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
-second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It times the
-plan's 11th to 13th steps, because the engine compares re-saved storages in earlier steps (`engine/saved_registry.py`). It then
+second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It also times
+the plan's 11th to 13th steps; in earlier steps, the engine compares re-saved storages (`engine/saved_registry.py`). It then
 corrects the planner's model with their peak and median time, and plans again, up to three times or until a plan is slower than
 the one before. Training then follows the fastest plan. The handle measures the peak of each step whose number, counted from the
 start of the plan, is a power of two, and corrects the plan if the peak exceeds the budget. All processes do so in the same
@@ -57,7 +57,7 @@ _CHECKED_STEPS = 3
 _LAST_TIMED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED_STEPS = 3
-"""Number of timed steps, of which `_LAST_TIMED` is the last. Their median counts, because the CPU may delay some of them."""
+"""Number of timed steps, of which `_LAST_TIMED` is the last. Their median is used, because the CPU may delay some of them."""
 _MAX_CORRECTIONS = 3
 """Maximum number of times that a faster plan replaces a plan within the budget."""
 _MIN_SPEEDUP = 0.005
@@ -94,7 +94,7 @@ class BudgetOffload(ModelOffload):
         self._times_s: list[float] = []
         self._start_s, self._start_bytes = 0.0, 0
         self._loss: LossMeter | None = None
-        """Meter of this step, if it is compared or measured."""
+        """Loss meter of this step. None unless the step is compared or measured."""
         self._reading = StepReading(0)
         sites = find_parts(model)
         self._last_layer = max(site.layer for site in sites)
@@ -129,7 +129,7 @@ class BudgetOffload(ModelOffload):
 
     @skip
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether this is a kept part of a layer that runs without hooks."""
+        """Return whether the plan keeps this part of a layer, and no hooks or observers are active."""
         if tag is None or self._trial is not None or has_hooks() or self.get_engine().observers:
             return False
         return not self._is_offloaded(layer, tag)
@@ -296,7 +296,7 @@ class BudgetOffload(ModelOffload):
         numel = max(gather(self._numel))
         blocks = [self._blocks[number] for number in sorted(self._blocks)]
         if not any(block.is_measured for block in blocks):
-            why = next((block.whole.refusal for block in blocks), "they did not run, or ran inside their own checkpoint")
+            why = next((block.whole.refusal for block in blocks), "the layers did not run, or ran inside their own checkpoint")
             raise ConfigError(
                 f"memory: no layer of {self.name} could be measured: {why}. Every run of a layer must have the same effects. "
                 "For example, disable the key-value cache: model.config.use_cache = False."
@@ -326,7 +326,7 @@ class BudgetOffload(ModelOffload):
         self._follow(planned)
 
     def _follow(self, planned: BudgetPlan, *, age: int = 0) -> None:
-        """Use a plan from now on. It is not compared in the early steps if `age`, its age in steps, is above `_LAST_TIMED`."""
+        """Use a plan from now on. If its age in steps, `age`, is above `_LAST_TIMED`, its early steps are not compared."""
         self.planned, self._planned_at, self._times_s = planned, self._step - age, []
         self._shared.clear()
         logger.info("%s", self.explain())
@@ -353,7 +353,7 @@ class BudgetOffload(ModelOffload):
                 logger.warning("%s continues with a plan that exceeds the budget: %s", self.name, found)
         elif is_above or found.step_s < (1 - _MIN_SPEEDUP) * planned.step_s:
             why = "exceeded the budget" if is_above else "can follow a faster plan"
-            logger.info("%s %s, with a peak of %s. The new plan:", self.name, why, format_bytes(peak_bytes))
+            logger.info("%s %s (measured peak: %s). The new plan:", self.name, why, format_bytes(peak_bytes))
             self._follow(found)
 
     def _derive_policy(self, lane: Lane) -> None:
@@ -370,7 +370,7 @@ def _has_gradients(model: torch.nn.Module) -> bool:
 
 
 def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` in a checkpoint that saves all arguments with gradients, including keyword arguments."""
+    """Run `forward` in a checkpoint that saves all arguments that require gradients, including keyword arguments."""
     names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
     moved = [kwargs.pop(name) for name in names]
     count = len(args)

@@ -9,7 +9,7 @@ from fgoffload.integrations.pytorch.outputs import find_tensor
 
 
 class LossReading(NamedTuple):
-    """Time and memory of the loss, for one microbatch. Forward ends where the model's forward ends."""
+    """Time and memory of the loss, for one microbatch. The loss's forward ends with the model's forward."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0

@@ -19,7 +19,7 @@ DEFAULT_RESERVE = "2GiB"
 
 
 class PeakMeter:
-    """Measures peak memory with torch's allocator. This resets the allocator's own peak."""
+    """Measures peak allocated memory. Each reading resets `torch.cuda.max_memory_allocated`."""
 
     def __init__(self) -> None:
         self._peak_bytes = 0
@@ -36,7 +36,7 @@ class PeakMeter:
         return allocated_bytes, peak_bytes
 
     def pop_peak(self) -> int:
-        """Return the peak bytes since the last call of `pop_peak`, even if `read` was called in between."""
+        """Return the peak bytes since the last call to `pop_peak`, even if `read` was called in between."""
         self.read()
         peak_bytes, self._peak_bytes = self._peak_bytes, 0
         return peak_bytes
@@ -50,7 +50,7 @@ class PeakMeter:
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:
-        """Exclude the bytes of the body from `pop_peak`."""
+        """Exclude the peak within the `with` block from `pop_peak`."""
         peak_bytes = self.pop_peak()
         yield
         self.read()

@@ -107,7 +107,7 @@ class Planner:
         return reading.peak_bytes, found.step_s
 
     def _make_rank(self) -> RankModel:
-        """Return the layers, followed by the loss as a layer without saved tensors."""
+        """Return a rank with the layers, followed by the loss as a layer without saved tensors."""
         rank = make_rank(
             self._layers,
             link=self._link,
@@ -127,7 +127,7 @@ class Planner:
         )
 
     def _add_time_between(self, model: LayerModel) -> LayerModel:
-        """Add a layer's part of the time between layers, for example of FSDP's copies, to its last segment."""
+        """Add a layer's share of the time between layers, for example for FSDP's copies, to its last segment."""
         part = self._between_s / sum(sum(one.forward_s + one.backward_s for one in layer.parts) for layer in self._layers)
         *others, last = model.segments
         last = dataclasses.replace(

@@ -1,6 +1,6 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
-[Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or random state of Python,
+[Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or Python random state,
 and if a second run on detached inputs, with torch's random state restored, returns bitwise identical outputs and ends in the
 same random state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
 """
@@ -52,7 +52,7 @@ class MeasuredBlock:
     storages: list[tuple[int, tuple[str, ...]]]
     """Bytes of each saved storage and each input, with the parts that save it."""
     gradient_bytes: int = 0
-    """Bytes of parameter gradients that its backward allocates."""
+    """Bytes of parameter gradients that the layer's backward allocates."""
 
     @property
     def is_measured(self) -> bool:

@@ -59,7 +59,7 @@ class SavedTensors(EngineOwner):
     def __init__(self, config: TransferConfig | None, *, group_bytes: int | None, device: DeviceChoice, tag: str) -> None:
         check_tag(tag)
         if group_bytes is not None and check_bytes(group_bytes, name="group_bytes") <= 0:
-            raise ConfigError(f"group_bytes {group_bytes} is not above 0. Pass bytes, or None for the default of 64 MiB.")
+            raise ConfigError(f"group_bytes {group_bytes} is not above 0. Pass a number of bytes, or None for the default.")
         super().__init__(config, device=device, name="saved tensors", tags=(tag,))
         self._given_group_bytes = group_bytes
         self._tag = tag

@@ -35,7 +35,7 @@ def make_device(choice: DeviceChoice, *, tensors: Iterable[torch.Tensor] | None,
     else:
         device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type == "cpu" or device.index is None or not torch.accelerator.is_available():
-        return find_device(device.type, host_memory=host_memory)  # raises without an accelerator
+        return find_device(device.type, host_memory=host_memory)  # raises if the accelerator is missing
     count = torch.accelerator.device_count()
     if device.index >= count:
         raise ConfigError(f"device '{device}' does not exist. Use an index from 0 to {count - 1}.")

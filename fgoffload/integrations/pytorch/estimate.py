@@ -88,7 +88,7 @@ def estimate_savings(
         device: As for `offload`.
 
     Raises:
-        ConfigError: `forward` is not callable, `modules` are passed without a model, or `offload` would raise the error.
+        ConfigError: `forward` is not callable, `modules` are passed without a model, or `offload` would reject the arguments.
     """
     if not callable(forward):
         raise ConfigError(

@@ -109,7 +109,7 @@ class SizedSaving(UncompiledSaving):
 
     [Note: When a full group ends]
     Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
-    ends only when the next op saves a tensor, which autograd numbers differently. By then, the op that filled the group has
+    ends only when the next op, with another sequence number, saves a tensor. By then, the op that filled the group has
     returned, and its kernel is queued on a stream that the copy waits for.
 
     If that op saved a strided slice of a storage, the group ends one op later. A gated MLP saves the halves of one storage in

@@ -36,7 +36,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
 
 
 class PlacedRegion:
-    """Manual region, which can be entered once. Returned by `region`."""
+    """Manual region that can be entered only once. Returned by `region`."""
 
     __slots__ = ("_has_ended", "_layer", "_output", "_saving", "_tag", "_tensor")
 

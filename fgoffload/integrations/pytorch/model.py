@@ -96,7 +96,7 @@ class ModelOffload(EngineOwner):
     def forward(self) -> Iterator[None]:
         """Treat the body as one forward of the model.
 
-        Use it for code that calls parts of the model instead of the model itself. Without it, each call of a part is a forward
+        Use this for code that calls parts of the model instead of the model itself. Otherwise, each call to a part is a forward
         of its own. Results are the same, but nothing is prefetched for backward.
         """
         self._check_placed()
@@ -110,9 +110,9 @@ class ModelOffload(EngineOwner):
             thread_state.restore()
 
     def remove(self) -> None:
-        """Restore the modules' own forwards. Call it between forwards. A second call does nothing.
+        """Restore the modules' own forwards. Call this between forwards. A second call does nothing.
 
-        Existing graphs keep working. `last_stats` is set to the statistics since the last call of `stats`.
+        Existing graphs keep working. `last_stats` is set to the statistics since the last call to `stats`.
         """
         self.restore_forwards()
         self.report()
@@ -159,7 +159,7 @@ class ModelOffload(EngineOwner):
         return forward
 
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether `begin_run` would do nothing here. To be cheap, this check may return False even then."""
+        """Return whether `begin_run` would do nothing here. This check is cheap, so it may return False even then."""
         return False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -20,7 +20,7 @@ MAX_VALUES = 1000
 
 
 def list_tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in `value`, in order. It may be a tensor, or nested tuples, lists, dicts and dataclasses.
+    """Yield the tensors in `value`, in order. `value` may be a tensor, or nested tuples, lists, dicts and dataclasses.
 
     See [Note: Search of user values].
     """

@@ -56,11 +56,11 @@ class EngineOwner:
         """For each tag, the reason why its regions did nothing. Empty if none was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
-        """Whether idle tags are still to be reported."""
+        """Whether idle tags have yet to be reported."""
         self._is_reported = False
 
     def __repr__(self) -> str:
-        """Return name, tags, and the bytes offloaded in the last step."""
+        """Return the name, the tags, and the bytes offloaded in the last step."""
         state = f"{format_bytes(self.last_totals.d2h_bytes)} offloaded in the last step"
         return f"<{type(self).__name__} of {self.name} (tags: {' '.join(self._inert) or 'none'}), {state}>"
 
@@ -114,7 +114,7 @@ class EngineOwner:
             self._inert.setdefault(tag, "")
 
     def stats(self) -> StepStats:
-        """Return the statistics since the last call. Call it once per step.
+        """Return the statistics since the last call. Call this once per step.
 
         After the first step, a warning reports each tag that offloaded nothing, with the reason. If `stats` is never called,
         this warning follows the third forward.

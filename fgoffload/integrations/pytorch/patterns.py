@@ -1,8 +1,8 @@
-"""Selects the modules that become regions by globs over their names. Each region has a tag and a layer number.
+"""Selects modules to become regions, by globs over their names. Each region has a tag and a layer number.
 
 [Note: Globs]
 A pattern matches a module's name part by part, where dots separate the parts. `*`, `?` and `[...]` work within one part, as in
-a shell. `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` and not
+a shell. `**` matches any number of parts, including none. So `layers.*.attn` matches `layers.0.attn` but not
 `layers.0.cross.attn`, and `**.attn` matches both. The model itself is never a region: its tensors would be offloaded at the end
 of forward, just before backward needs them.
 
@@ -66,7 +66,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise ConfigError(
                 f"pattern {pattern!r} matches none of the {len(modules)} modules in {type(model).__name__} that have a forward."
-                f"{hint} Use names from `named_modules()`; * matches within one part of a name, ** also matches dots."
+                f"{hint} Use names from `named_modules()`; * matches within one part of a name, and ** also matches dots."
             )
     return [make_site(modules[name], name, {p: tags[p] for p in matching}) for name, matching in found.items() if matching]
 

@@ -21,7 +21,7 @@ class RunTotals:
     host_peak_bytes: int = 0
 
     def add(self, stats: StepStats, *, forwards: int) -> None:
-        """Add the statistics of one call of `stats`."""
+        """Add the statistics of one call to `stats`."""
         self.forwards += forwards
         self.host_peak_bytes = max(self.host_peak_bytes, stats.host_peak_bytes)
         for tag in stats.tags.values():
@@ -41,7 +41,7 @@ class RunTotals:
 
     @property
     def freed_bytes_per_forward(self) -> float:
-        """Average GPU bytes freed by a forward. Its backward reloads them."""
+        """Average GPU bytes freed per forward. Backward reloads them."""
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
@@ -57,11 +57,11 @@ class RunTotals:
 def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
     """Return why `tag` offloaded nothing, with a fix. Return None if it offloaded something.
 
-    `inert` is the result of `explain_inert` if its regions did nothing. Otherwise, it is empty.
+    `inert` is the result of `explain_inert` if the tag's regions did nothing, and empty otherwise.
     """
     if stats is not None and stats.d2h_bytes + stats.shared_bytes > 0:
         return None
-    fix = "Fix this"
+    fix = "Fix the cause"
     if stats is None or not (stats.groups or stats.saved_tensors):
         reason = inert or "none of its regions ran in a forward with gradients."
     elif not stats.saved_tensors:

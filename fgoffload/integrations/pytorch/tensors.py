@@ -44,7 +44,7 @@ class OffloadedTensor:
     Lifetime:
         This object owns the host memory and releases it when it is deleted. The tensor's GPU memory is freed once the copy is
         done and you have dropped all references and views. The result of `reload` lives as long as you reference it or this
-        object. Each call of `reload` returns the same memory.
+        object. Each call to `reload` returns the same memory.
     """
 
     __slots__ = ("_engine", "_group", "_handle", "_lane")
@@ -57,7 +57,7 @@ class OffloadedTensor:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host and the engine has released the GPU memory. Releases memory of finished copies."""
+        """Whether the bytes are on the host and the engine has released the GPU memory. Reading this polls the copies."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
@@ -79,7 +79,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified in place before its copy was done, or the result of an earlier `reload` was.
+            StateError: The tensor was modified in place before its copy was done, or a reloaded tensor was modified.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
@@ -91,7 +91,7 @@ def offload_tensor(
     """Offload one tensor, without a model.
 
     Each call creates an engine with pinned memory of the tensor's size, and pinning takes 0.3 s per GiB or more. To offload
-    tensors in every step, use the `offload_tensor` method of a `saved_tensors` object or of the handle of `offload`.
+    tensors in every step, use the `offload_tensor` method of a `saved_tensors` object or of the handle from `offload`.
 
     Args:
         tensor: Tensor to offload. Its device memory is freed once you drop your references.

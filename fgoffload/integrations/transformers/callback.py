@@ -34,7 +34,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
         trainer = Trainer(model, args, train_dataset=data, callbacks=[OffloadCallback()])
 
     Losses and gradients are bitwise identical to training without offload. With gradient checkpointing, the layers' inputs are
-    offloaded. The callback adds three numbers of the last step to the trainer's log. `offload/saved_gib` is the memory freed
+    offloaded. The callback adds three numbers from the last step to the trainer's log. `offload/saved_gib` is the memory freed
     between a forward and its backward. `offload/percent` is the same memory as a percentage of the bytes that the layers save;
     it is omitted with a memory budget. `offload/wait_ms` is how long compute waited for copies.
     `fsdp_config={"activation_cpu_offload": False}` disables offload.
