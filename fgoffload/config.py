@@ -76,7 +76,7 @@ class OffloadConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
             raise ConfigError(f"--activation-offload-fraction {fraction!r} is not a number. Use a fraction, for example 0.8.")
         if not (math.isfinite(fraction) and 0 <= fraction <= 1):
-            raise ConfigError(f"--activation-offload-fraction {fraction} is outside 0 to 1. Use a fraction, for example 0.8.")
+            raise ConfigError(f"--activation-offload-fraction {fraction} is not between 0 and 1. Use, for example, 0.8.")
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
             raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Use a size, for example 64GiB.")
@@ -158,7 +158,7 @@ class OffloadConfig:
         """Build the config from parsed Megatron flags. Return None if offload is off.
 
         Args:
-            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags get their defaults.
+            flags: Parsed flags of `add_fine_grained_offload_args`. Missing flags get their defaults.
             tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:

@@ -39,7 +39,7 @@ class Action(enum.Enum):
     """Treatment of a site's saved tensors.
 
     Offload copies the module's saved tensors to the host and frees them on the GPU. Recompute reruns the module in backward, so
-    its output need not be saved. Both can be combined: for example, a norm is recomputed and its input is offloaded.
+    its output need not be saved. The two can be combined: for example, a norm is recomputed and its input is offloaded.
     """
 
     KEEP = "keep"  # saved tensors stay on the device

@@ -62,7 +62,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
-    """Check that this process runs on the GPU's NUMA node. Copies to memory of other nodes cross sockets."""
+    """Check that this process runs on the GPU's NUMA node. Copies to another node's memory cross sockets."""
     name = f"GPU {index}: nearby CPUs"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")

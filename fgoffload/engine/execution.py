@@ -44,7 +44,7 @@ class Execution:
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
     """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
-    """Limit on the groups per tag in flight to the host, in addition to the window. None means no limit."""
+    """Limit on how many groups of a tag may be in flight to the host, in addition to the window. None means no limit."""
     max_groups: int = 0
     """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
@@ -183,7 +183,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in storages.items()})
 
     def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Reload `storages` in order. They must be on the host only. Each value is the place of the group that needs it."""
+        """Reload `storages` from the host, in order. Each value is the place of the group that needs the storage."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.exclude_if_referenced(saved)

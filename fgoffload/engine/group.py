@@ -98,7 +98,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.place = Place(None, self._name)
         """Place of the lane: its microbatch, and its chunk unless it is chunk 0."""
         self.number = -1
-        """Number of forwards before this one in the step, set by `PassOrder`."""
+        """Number of earlier forwards in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()
         """Keys of storages with a tensor that the user's filter kept. Offloading their other tensors would free nothing."""
 

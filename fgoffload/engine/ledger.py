@@ -97,7 +97,7 @@ class ActivationLedger:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LedgerHook:
-    """Pack hook of a ledger. The engine recognizes it by its type."""
+    """Pack hook of a ledger. The engine recognizes the hook by its type."""
 
     ledger: ActivationLedger
 
