@@ -33,10 +33,10 @@ class OffloadConfig:
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
             is idle.
-        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many bytes less per step
+        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many bytes fewer per step
             than the previous rank.
         offload_plan: Plan file with an action for each site: keep, recompute or offload.
-        offload_memory_budget_bytes: Limit on the GPU memory that torch's allocator allocates. Only for `auto`.
+        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Only for `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.

@@ -27,7 +27,7 @@ class HostMemory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Options of offload: which tensors to offload, when to copy them, and which host memory to use.
+    """Offload options: which tensors to offload, when to copy them, and which host memory to use.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.

@@ -95,7 +95,7 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
     """Check that the link uses all its lanes."""
     name = f"GPU {index}: link to the host"
     if gpu.link_rate is None:
-        return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
+        return skip(name, "nvidia-smi does not report the PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
     if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
         fix = "use a slot with all lanes, reseat the GPU or its riser, or ask your administrator"

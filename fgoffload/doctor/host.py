@@ -27,7 +27,7 @@ def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
     """Pin and release some host memory, to check that the process can."""
     name = "pinned memory"
     if not has_gpu:
-        return ok(name, "not tested, since it requires a GPU")
+        return ok(name, "not tested, because the test requires a GPU")
     problem = machine.try_pinning()
     if problem is not None:
         # CUDA ignores `ulimit -l`: with a limit of 8 MiB, an unprivileged process pinned 4 GiB (driver 580).

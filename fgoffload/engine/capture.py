@@ -1,10 +1,10 @@
 """Offloads tensors of layers captured in CUDA graphs, through staging slots.
 
 [Note: Captured layers]
-The layer runs twice: the warm-up only counts the bytes to offload, and the capture stages them. Hooks cover the whole layer,
-because an op outside the regions may save a view of a region's tensor. A region only sets the current tag. After forward has
-returned, the engine offloads each storage that a region saved and that only this capture references. Static inputs and outputs
-of the graph stay on the device.
+The layer runs twice: the warm-up only counts the bytes to stage, and the capture stages the tensors. Hooks cover the whole
+layer, because an op outside the regions may save a view of a region's tensor. A region only sets the current tag. After forward
+has returned, the engine stages each storage that a region saved and that only this capture references. Static inputs and
+outputs of the graph stay on the device.
 """
 
 import dataclasses

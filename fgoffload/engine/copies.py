@@ -68,7 +68,7 @@ class Transfers:
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.abandoned: collections.deque[Reload] = collections.deque()
-        """Device buffers that autograd has released but other streams may still use."""
+        """Device buffers that autograd has released but that other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages that autograd released, and whether each had been offloaded."""
         self._used: set[Stream] = set()
@@ -146,7 +146,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages` to the device, in order. All must be only on the host. Profilers show their places.
+        """Queue copies of `storages` to the device, in order. All must be only on the host. Profiler ranges show the places.
 
         Streams:
             The copies run on the host-to-device stream (see [Note: Ordering of a copy to the device]). The host does not block.

@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. Entering it takes half the CPU time of a copy, so queue several copies inside it.
+        Call this within `copying_on(stream)`. Entering it may take half the CPU time of a copy, so queue several copies inside.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -128,7 +128,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require it."""
+        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require that."""
         return self.on(stream)
 
     @abc.abstractmethod

@@ -197,7 +197,7 @@ class OffloadEngine:
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
-        """Exclude the storages of `tensors` from offload as long as they are alive.
+        """Exclude the storages of `tensors` from offload until the storages are freed.
 
         Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
         place. An offload in between would copy wrong bytes, and the version counter would not change.

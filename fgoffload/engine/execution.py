@@ -132,7 +132,7 @@ class Execution:
     def leave(self, lane: Lane, position: int) -> None:
         """Release tensors that backward no longer needs after it has finished the groups from `position` on."""
         for group in lane.leave(position):
-            # A retained graph may still need them, and their host blocks still contain the bytes.
+            # A retained graph may still need the tensors, but their host blocks still contain the bytes.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self.transfers.drop_reloaded(saved)

@@ -46,7 +46,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, up to the size of its storage."""
+        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, and a storage at most in full."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})

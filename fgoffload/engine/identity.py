@@ -75,7 +75,7 @@ def count_tensors(tensor: torch.Tensor) -> int:
 
 
 class StorageRef:
-    """Weak reference to a storage that reserves its address but not its memory.
+    """Weak reference to a storage. It reserves the storage's address but not its memory.
 
     Torch's `StorageWeakRef` does the same but takes longer to create, and each saved storage needs a reference.
     """

@@ -166,7 +166,7 @@ class SavedRegistry:
             self._exclude(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
-        """Exclude the storages of `tensors` from offload for `reason`, as long as they are alive."""
+        """Exclude the storages of `tensors` from offload for `reason`, until the storages are freed."""
         for tensor in tensors:
             entry = self._excluded.get(get_key(tensor))
             if entry is None or entry[1] is not reason:

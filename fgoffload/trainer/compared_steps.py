@@ -1,7 +1,7 @@
 """Times steps with plans and baseline steps in alternation, to measure how much copies slow down a launch-bound step.
 
 [Note: Compared plans]
-The first plan offloads, in all layers, the largest tags whose copies compute can hide. Besides copies, it adds little CPU work.
+The first plan offloads, in all layers, the largest tags whose copies compute can hide. It adds little CPU work besides copies.
 The second plan is for a budget halfway between the peaks of full recompute and the baseline, and adds much more CPU work. Plans
 without copies are skipped. The baseline and the plans alternate every few steps, because a host's speed changes every minute.
 """
@@ -72,7 +72,7 @@ def compare_steps(
     except torch.OutOfMemoryError as error:
         if not is_alone():
             raise  # the other processes are in the middle of a step
-        logger.warning("no steps were compared, because one ran out of GPU memory: %s", error)
+        logger.warning("no steps were compared, because a step ran out of GPU memory: %s", error)
         return ()
     finally:
         measurement.apply(NOTHING)

@@ -75,7 +75,7 @@ def test_long_errors_are_truncated_in_the_middle():
 
 @pytest.mark.parametrize("modules", ["core_attn", 7, (7,)])
 def test_offload_modules_must_be_a_sequence_of_names(modules):
-    with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Pass one, for example \('core_attn',\)"):
+    with pytest.raises(ConfigError, match=r"is not a sequence of tags\. Pass a sequence, for example \('core_attn',\)"):
         OffloadConfig(offload_modules=modules)
 
 
