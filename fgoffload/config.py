@@ -1,4 +1,4 @@
-"""Options of activation offload for Megatron-Core, checked at construction.
+"""Activation offload options for Megatron-Core, checked at construction.
 
 Fields are named after Megatron's flags. For a flag that takes a size as text (`60GiB`), the field is in bytes and its name ends
 with `_bytes`.
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
+    """Activation offload options for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
@@ -33,7 +33,7 @@ class OffloadConfig:
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
             is idle.
-        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many bytes fewer per step
+        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many fewer bytes per step
             than the previous rank.
         offload_plan: Plan file with an action for each site: keep, recompute or offload.
         offload_memory_budget_bytes: Limit on peak allocated GPU memory. Only for `auto`.

@@ -3,7 +3,7 @@
 from fgoffload.units import GIB, MIB
 
 DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
-"""In elements. Megatron's default, from `TransformerConfig.min_offloaded_tensor_size` of megatron-core 0.16.1."""
+"""Megatron's default, in elements. Source: `TransformerConfig.min_offloaded_tensor_size` of megatron-core 0.16.1."""
 
 DEFAULT_WINDOW_BYTES = 1 * GIB
 """Large enough to absorb a burst of copies: at 50 GB/s, 1 GiB takes 21 ms, about the forward time of one or two large MoE

@@ -1,4 +1,4 @@
-"""Exceptions of fgoffload.
+"""Exceptions that fgoffload raises.
 
 Every error that a user can cause names the value as typed, the limit and the fix.
 

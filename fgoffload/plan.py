@@ -23,7 +23,7 @@ MICROBATCHES = "microbatches"
 number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes per element of parameters and of activations between layers: 2 for bf16 and fp16, 4 for fp32."""
+"""Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""

@@ -72,7 +72,7 @@ class TransferPolicy:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
         The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would use
-        more memory than at the end of forward, where memory peaks in most steps.
+        more memory than at the end of forward, when memory peaks in most steps.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes

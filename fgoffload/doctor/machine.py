@@ -66,7 +66,7 @@ class CommandResult(NamedTuple):
     """Exit code and output of a command."""
 
     exit_code: int | None
-    """Exit code. None if the command could not be started or timed out."""
+    """None if the command could not be started or timed out."""
     output: str
     """Stdout, then stderr; or the reason why there is no exit code."""
 

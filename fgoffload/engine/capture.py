@@ -84,7 +84,7 @@ class Capture:
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
         """Stage the tensors that regions saved. Call this after forward has returned, when its local variables are freed.
 
-        `static` contains the graph's inputs and outputs. The result is None during warm-up, or if nothing is offloaded.
+        `static` contains the graph's inputs and outputs. The result is None during warm-up, or if nothing is staged.
         """
         keys = {get_key(tensor) for tensor in static}
         parts = []
@@ -131,4 +131,4 @@ class CapturedRegion:
         self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Do nothing, because `Capture.finish` offloads the whole layer."""
+        """Do nothing, because `Capture.finish` handles the whole layer."""

@@ -14,13 +14,13 @@ from typing import Any
 
 
 class RecordedEvent:
-    """Recorded event. The pool reuses its torch event once this object is freed."""
+    """Event recorded on a stream. The pool reuses its torch event once this object is freed."""
 
     __slots__ = ("_idle", "event")
 
     def __init__(self, event: Any, idle: "collections.deque[Any]") -> None:
         self.event = event
-        """The torch event. Do not use it after this object is freed."""
+        """The underlying torch event. Do not use it after this object is freed."""
         self._idle = idle
 
     def __del__(self) -> None:

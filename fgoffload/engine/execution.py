@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Execution:
-    """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
+    """Executes the decisions of `schedule` with `transfers`. The engine calls all methods under its lock."""
 
     arena: HostArena  # declared before `transfers`: Python frees fields in order, and host memory must be freed first
     device: Device

@@ -30,7 +30,7 @@ from fgoffload.plan import Site
 from fgoffload.transfer_schedule import SavedState
 
 COMPARISONS = 8
-"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies the tensor to the device."""
+"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies bytes back to the device."""
 
 
 class SavedRegistry:

@@ -120,7 +120,7 @@ def clear_megatron_buffers() -> None:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. Torch only warns about ops that have none."""
+    """Make torch and Transformer Engine use deterministic kernels. For ops without any, torch only warns."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # cuBLAS reads this variable at the first matrix product. Its results are deterministic only with this setting.

@@ -34,7 +34,7 @@ class TrainingArguments:
     transformer: Mapping[str, Any]
     """Fields of Megatron's TransformerConfig that flags set. The other fields have their defaults."""
     offload: OffloadConfig | None
-    """Options of activation offload, or None without offload."""
+    """Activation offload options, or None without offload."""
     source: FlagSources
     world_size: int
     seq_length: int
@@ -161,7 +161,7 @@ class TrainingArguments:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of parts into which sequence- and context-parallel ranks split a sequence. `seq_length` must be a multiple."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence; must divide `seq_length`."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
