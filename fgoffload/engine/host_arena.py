@@ -15,9 +15,9 @@ Most steps request the same sizes in the same order, and a search takes several 
 arena caches a returned block for the next request of its size. If no cached block has the requested size, the arena merges all
 cached blocks into the free ranges and searches these.
 
-[Note: Interrupted arenas] Ctrl-C may interrupt Python code between any two lines. So each block is returned by a weak
-reference, which appends itself to a queue without running Python code. After an exception, the arena rebuilds its free ranges
-from the memory outside the blocks in use.
+[Note: Interrupted arenas]
+Ctrl-C may interrupt Python code between any two lines. So each block is returned by a weak reference, which appends itself to a
+queue without running Python code. After an exception, the arena rebuilds its free ranges from the memory not in use.
 """
 
 import bisect
