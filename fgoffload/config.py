@@ -1,4 +1,4 @@
-"""Options of activation offload for Megatron-Core, checked at construction.
+"""Activation offload options for Megatron-Core, checked at construction.
 
 Fields are named after Megatron's flags. For a flag that takes a size as text (`60GiB`), the field is in bytes and its name ends
 with `_bytes`.
@@ -23,7 +23,7 @@ AUTO = "auto"
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadConfig:
-    """Options of activation offload for Megatron-Core. Pass None instead of a config to disable offload.
+    """Activation offload options for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
@@ -33,10 +33,10 @@ class OffloadConfig:
             last stay on the GPU.
         delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
             is idle.
-        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many bytes less per step
+        delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many fewer bytes per step
             than the previous rank.
         offload_plan: Plan file with an action for each site: keep, recompute or offload.
-        offload_memory_budget_bytes: Limit on the GPU memory that torch's allocator allocates. Only for `auto`.
+        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Only for `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
@@ -76,7 +76,7 @@ class OffloadConfig:
         if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
             raise ConfigError(f"--activation-offload-fraction {fraction!r} is not a number. Use a fraction, for example 0.8.")
         if not (math.isfinite(fraction) and 0 <= fraction <= 1):
-            raise ConfigError(f"--activation-offload-fraction {fraction} is outside 0 to 1. Use a fraction, for example 0.8.")
+            raise ConfigError(f"--activation-offload-fraction {fraction} is not between 0 and 1. Use, for example, 0.8.")
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
             raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Use a size, for example 64GiB.")
@@ -158,7 +158,7 @@ class OffloadConfig:
         """Build the config from parsed Megatron flags. Return None if offload is off.
 
         Args:
-            flags: Parsed flags, see `add_fine_grained_offload_args`. Missing flags get their defaults.
+            flags: Parsed flags of `add_fine_grained_offload_args`. Missing flags get their defaults.
             tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:

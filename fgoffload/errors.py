@@ -1,4 +1,4 @@
-"""Exceptions of fgoffload.
+"""Exceptions that fgoffload raises.
 
 Every error that a user can cause names the value as typed, the limit and the fix.
 
@@ -17,7 +17,7 @@ MAX_MESSAGE_LENGTH = 2000
 
 
 class OffloadError(Exception):
-    """Base class of all fgoffload errors. Long messages are shortened, see `shorten_message`."""
+    """Base class of all fgoffload errors. Long messages are shortened (see `shorten_message`)."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(shorten_message(arg) if isinstance(arg, str) else arg for arg in args))

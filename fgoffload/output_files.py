@@ -16,8 +16,8 @@ def replacing(path: Path) -> Iterator[Path]:
         with replacing(path) as partial:
             figure.savefig(partial)
 
-    The temporary path has the same folder and suffix. A `path` that is not a regular file, such as `/dev/stdout`, is written
-    directly. If `path` is a symbolic link, its target is replaced. If the body raises, the old file is unchanged.
+    The temporary path has the folder and suffix of `path`. A `path` that is not a regular file, such as `/dev/stdout`, is
+    written directly. If `path` is a symbolic link, its target is replaced. If the body raises, the old file is unchanged.
 
     Raises:
         OSError: The file cannot be written or replaced. The old file is unchanged.
@@ -52,7 +52,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raise `OSError` if `path` is not writable. The check creates an empty file next to it and deletes it."""
+    """Raise `OSError` if `path` is not writable. The check creates and deletes an empty file next to `path`."""
     with contextlib.suppress(_CheckDoneError), replacing(path) as partial:
         with partial.open("ab"):
             pass

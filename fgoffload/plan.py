@@ -23,7 +23,7 @@ MICROBATCHES = "microbatches"
 number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes per element of parameters and of activations between layers: 2 for bf16 and fp16, 4 for fp32."""
+"""Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""
@@ -39,7 +39,7 @@ class Action(enum.Enum):
     """Treatment of a site's saved tensors.
 
     Offload copies the module's saved tensors to the host and frees them on the GPU. Recompute reruns the module in backward, so
-    its output need not be saved. Both can be combined: for example, a norm is recomputed and its input is offloaded.
+    its output need not be saved. The two can be combined: for example, a norm is recomputed and its input is offloaded.
     """
 
     KEEP = "keep"  # saved tensors stay on the device

@@ -21,7 +21,7 @@ class Tag:
         saves: Description of the tensors that the module saves for backward.
         requires: Tags that save the same storage. Offloading this tag without them frees nothing.
         excludes: Tags that never occur in the same layer, because this tag's module replaces their modules.
-        excluded_by: Values of `--recompute-modules` with which the module saves nothing to offload.
+        excluded_by: Values of `--recompute-modules` under which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -84,7 +84,7 @@ class TagRegistry:
             flag: Flag in which the user typed it, for the error.
 
         Raises:
-            ConfigError: The tag is unknown. The message lists the valid tags and the closest match.
+            ConfigError: The tag is unknown. The message lists the valid tags and suggests the closest match.
         """
         for tag in self.tags:
             if tag.name == name:
@@ -123,9 +123,7 @@ class TagRegistry:
                 raise ConfigError(f"{flag} lists {tag.name!r} twice. List each tag once.")
             for excluded in tag.excludes:
                 if excluded in chosen_names:
-                    raise ConfigError(
-                        f"{flag} lists {tag.name!r} and {excluded!r}, but a model has only one of them. Remove the other."
-                    )
+                    raise ConfigError(f"{flag} lists {tag.name!r} and {excluded!r}, but no layer has both. Remove one of them.")
             for required in tag.requires:
                 if required not in chosen_names:
                     raise ConfigError(
@@ -143,8 +141,8 @@ def default_tags() -> TagRegistry:
 
 _DEFAULT_TAGS = (
     Tag(name="layer_input", saves="the layer's input, if the whole layer is recomputed"),
-    Tag(name="attn_norm", saves="the layer's input, which is also the input of the norm", is_in_megatron=True),
-    Tag(name="qkv_linear", saves="the norm's output, the input of the query-key-value projection", is_in_megatron=True),
+    Tag(name="attn_norm", saves="the layer's input, which is also the input to the norm", is_in_megatron=True),
+    Tag(name="qkv_linear", saves="the norm's output, the input to the query-key-value projection", is_in_megatron=True),
     Tag(
         name="gdp_qkv",
         saves="the convolution input and the normalized query and key of a gated delta product",
@@ -162,10 +160,10 @@ _DEFAULT_TAGS = (
         requires=("core_attn",),
         is_in_megatron=True,
     ),
-    Tag(name="mlp_norm", saves="the residual after attention, the input of the norm before the MLP", is_in_megatron=True),
-    Tag(name="mlp_fc1", saves="the norm's output, the input of a dense MLP's first linear", excluded_by=("mlp",)),
+    Tag(name="mlp_norm", saves="the residual after attention, the input to the norm before the MLP", is_in_megatron=True),
+    Tag(name="mlp_fc1", saves="the norm's output, the input to a dense MLP's first linear", excluded_by=("mlp",)),
     Tag(name="mlp_act", saves="the output of a dense MLP's first linear", excluded_by=("mlp",)),
-    Tag(name="mlp_fc2", saves="the activation's output, the input of a dense MLP's second linear", excluded_by=("mlp",)),
+    Tag(name="mlp_fc2", saves="the activation's output, the input to a dense MLP's second linear", excluded_by=("mlp",)),
     Tag(
         name="shared_expert",
         saves="the shared experts' input, and the input and output of their activation",
@@ -174,7 +172,7 @@ _DEFAULT_TAGS = (
     Tag(name="router", saves="the router's input, logits and probabilities", excluded_by=("moe",)),
     Tag(
         name="expert_fc1",
-        saves="the permuted tokens, the input of the experts' first linear",
+        saves="the permuted tokens, the input to the experts' first linear",
         excluded_by=("moe",),
         is_in_megatron=True,
     ),
@@ -186,12 +184,12 @@ _DEFAULT_TAGS = (
     ),
     Tag(
         name="expert_fc2",
-        saves="the activation's output, the input of the experts' second linear",
+        saves="the activation's output, the input to the experts' second linear",
         excluded_by=("moe", "moe_act"),
     ),
     Tag(
         name="fused_group_mlp",
-        saves="the tensors that Transformer Engine's fused grouped MLP saves for its linears and its activation",
+        saves="the tensors that Transformer Engine's fused grouped MLP saves for its linear layers and its activation",
         excludes=("expert_fc1", "moe_act", "expert_fc2"),
         excluded_by=("moe",),
     ),
@@ -247,7 +245,7 @@ RECOMPUTE_UNITS = (
     ),
 )
 """Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears are
-our own units, see `partial_recompute.py` in the Megatron integration."""
+our own units (see `partial_recompute.py` in the Megatron integration)."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))

@@ -14,8 +14,8 @@ DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
 """Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large copies (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default fraction of host memory for all ranks of a node together. The engine uses this fraction of the memory that is free at
-start. The planner uses it for the node's total memory. The rest is for data loaders, checkpoint writing and the page cache."""
+"""Default fraction of host memory for all ranks of a node together. The engine applies it to the memory that is free at the
+start, and the planner to the node's total memory. The rest is for data loaders, checkpoint writing and the page cache."""
 
 
 class HostMemory(enum.Enum):
@@ -27,7 +27,7 @@ class HostMemory(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TransferConfig:
-    """Options of offload: which tensors to offload, when to copy them, and which host memory to use.
+    """Offload options: which tensors to offload, when to copy them, and which host memory to use.
 
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.

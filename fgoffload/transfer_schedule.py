@@ -1,4 +1,4 @@
-"""Decides when to offload, reload and release groups, and when to cancel an offload. The engine and the simulator share it.
+"""Decides when to offload, reload and release groups, and when to cancel offloads. The engine and simulator share the rules.
 
 The schedule uses only the order and the sizes of groups. The engine calls it with device events, and the simulator with
 simulated events. Both execute its decisions and record in their lanes which bytes are on the device. Only the engine handles
@@ -17,7 +17,7 @@ locks, weak references and shared storages.
     If the order of passes is fixed, the caller announces the lane of the next backward when a pass begins. That backward runs
     next, or after one forward if the running pass is a backward. The last groups of that lane are reloaded during the running
     pass. A backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch
-    bytes, even for a single group: they are on the device when forward ends and memory peaks, see docs/decisions.md. An
+    bytes, even for a single group: they are on the device when forward ends and memory peaks (see docs/decisions.md). An
     announcement is a hint: the schedule reloads only groups on the host, and unneeded reloads are dropped.
 
 All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
@@ -73,7 +73,7 @@ class TransferPolicy:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
         The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would use
-        more memory than at the end of forward, where memory peaks in most steps.
+        more memory than at the end of forward, when memory peaks in most steps.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes
@@ -180,8 +180,8 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
         Once backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) means that another
-        backward of the same graph has begun. A late unpack by an op of another branch does not, because its bytes are still
-        reloaded. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
+        backward of the same graph has begun. A late unpack by an op of another branch does not: its bytes are still on the
+        device. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
         bytes then count as ahead until backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
@@ -268,7 +268,7 @@ class TransferSchedule:
         return [] if self._next is None else self._next.discard_prefetched()
 
     def look_ahead(self) -> Iterator[ReloadDecision[Any, Any]]:
-        """Reload the first groups that the announced backward needs. Call it when the running pass has made progress."""
+        """Reload the first groups that the announced backward needs. Call this when the running pass has made progress."""
         lane, current = self._next, self.current
         if lane is None or not lane.remaining or (current is not None and current.remaining):
             return
@@ -277,7 +277,7 @@ class TransferSchedule:
         yield from self._reload_ahead(lane, may_prefetch, other_ahead_bytes=other_ahead_bytes, only=SavedState.OFFLOADED)
 
     def expect_backward(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Cancel the offload of the last groups of `lane` that are in flight, because its backward runs next."""
+        """Cancel the offload of the last groups in flight, because the backward of `lane` runs next."""
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
@@ -289,7 +289,7 @@ class TransferSchedule:
         yield from self.prefetch(lane)
 
     def prefetch(self, lane: ScheduledLane[Group, Saved]) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload the next groups within the policy's limits. Call it when backward has made progress in `lane`."""
+        """Reload the next groups within the policy's limits. Call this when backward has made progress in `lane`."""
         yield from self._reload_ahead(lane, self.policy.may_prefetch)
         if not lane.remaining:
             yield from self.look_ahead()
@@ -297,7 +297,7 @@ class TransferSchedule:
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Call it when backward unpacks `size_bytes` there. Without these reloads, backward would always wait for its first group.
+        Call this when backward unpacks `size_bytes` there. Otherwise, backward would always wait for its first group.
         """
         if not lane.remaining:
             return

@@ -40,13 +40,13 @@ def parse_bytes(text: str, *, name: str, needs_unit: bool = False) -> int:
         raise ConfigError(f"{name} {text!r} is negative. Use a positive size, for example 512MiB.")
     match = _match_size(text)
     if match is None:
-        raise ConfigError(f"{name} {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB.")
+        raise ConfigError(f"{name} {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as the unit, for example 60GiB.")
     bytes_per_unit = _BYTES_PER_UNIT[match["unit"].upper()]
     size_bytes = float(match["number"]) * bytes_per_unit
     if math.isinf(size_bytes):
         raise ConfigError(f"{name} has {len(match['number'])} digits. Use a smaller size, for example 60GiB.")
     if needs_unit and not match["unit"] and size_bytes:
-        raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB, TiB, for example {match['number']}GiB.")
+        raise ConfigError(f"{name} {text!r} has no unit. Add one of B, KiB, MiB, GiB or TiB, for example {match['number']}GiB.")
     # Most decimal fractions of a GiB are not whole bytes, and the last byte does not matter.
     if bytes_per_unit == 1 and not size_bytes.is_integer():
         raise ConfigError(f"{name} {text!r} is {size_bytes} bytes. Use a whole number of bytes.")
@@ -65,7 +65,7 @@ def _match_size(text: str) -> re.Match[str] | None:
 
 
 def check_bytes(size_bytes: object, *, name: str) -> int:
-    """Check that `size_bytes`, the value of the option `name`, is an int, and return it. It may be negative.
+    """Check that `size_bytes`, the value of the option `name`, is an int, and return it. The value may be negative.
 
     Raises:
         ConfigError: `size_bytes` is not an int, for example a string such as `60GiB`, which only flags accept.

@@ -25,7 +25,7 @@ class Watched(enum.Enum):
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages are saved only inside their sites: the residual, inputs of attention's projections, and the experts'
+"""Tags whose storages are saved only inside their sites: the residual, inputs to attention's projections, and the experts'
 tokens and outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})

@@ -24,7 +24,7 @@ LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e
 specification 6.0."""
 
 EXPECTED_FRACTION = 0.65
-"""Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 GB/s of 63 on PCIe 5 x16,
+"""Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 of 63 GB/s on PCIe 5 x16,
 measured on an H100."""
 
 
@@ -36,7 +36,7 @@ class Gpu(NamedTuple):
     bus_id: str
     """PCI bus ID, for example `00000000:17:00.0`."""
     generation: int | None
-    """Highest PCIe generation that both GPU and slot support. Idle links use a lower one to save power."""
+    """Highest PCIe generation that both GPU and slot support. Idle links use a lower generation to save power."""
     width: int | None
     """Number of lanes in use."""
     max_width: int | None
@@ -95,7 +95,7 @@ def check_link(index: int, gpu: Gpu) -> CheckResult:
     """Check that the link uses all its lanes."""
     name = f"GPU {index}: link to the host"
     if gpu.link_rate is None:
-        return skip(name, "nvidia-smi does not report its PCIe link; see the copy rates")
+        return skip(name, "nvidia-smi does not report the PCIe link; see the copy rates")
     found = f"PCIe {gpu.generation} x{gpu.width}: up to {gpu.link_rate / 1e9:.0f} GB/s each way"
     if gpu.width is not None and gpu.max_width is not None and gpu.width < gpu.max_width:
         fix = "use a slot with all lanes, reseat the GPU or its riser, or ask your administrator"

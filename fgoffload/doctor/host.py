@@ -27,7 +27,7 @@ def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
     """Pin and release some host memory, to check that the process can."""
     name = "pinned memory"
     if not has_gpu:
-        return ok(name, "not tested, since it requires a GPU")
+        return ok(name, "not tested, because the test requires a GPU")
     problem = machine.try_pinning()
     if problem is not None:
         # CUDA ignores `ulimit -l`: with a limit of 8 MiB, an unprivileged process pinned 4 GiB (driver 580).
@@ -62,7 +62,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
 
 
 def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
-    """Check that this process runs on the GPU's NUMA node. Copies to memory of other nodes cross sockets."""
+    """Check that this process runs on the GPU's NUMA node. Copies to another node's memory cross sockets."""
     name = f"GPU {index}: nearby CPUs"
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")

@@ -15,15 +15,15 @@ from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
 TIMEOUT_SECONDS = 120.0
-"""Timeout of a command. Importing torch and Transformer Engine from a slow disk takes half a minute."""
+"""Timeout for a command. Importing torch and Transformer Engine from a slow disk takes half a minute."""
 
 COPY_BYTES = 256 * MIB
-"""Bytes of a measured copy. It takes 5 ms at 50 GB/s, so launch overhead is negligible."""
+"""Size of a measured copy. At 50 GB/s, it takes 5 ms, so launch overhead is negligible."""
 REPEATS = 5
 
 
 class CopyRates(NamedTuple):
-    """Copy rates in bytes per second. Each is the fastest of several copies, because other load can only slow a copy down."""
+    """Copy rates in bytes per second. The fastest of several copies counts, because other load can only slow copies down."""
 
     d2h: float
     h2d: float
@@ -66,7 +66,7 @@ class CommandResult(NamedTuple):
     """Exit code and output of a command."""
 
     exit_code: int | None
-    """Exit code. None if the command could not be started or timed out."""
+    """None if the command could not be started or timed out."""
     output: str
     """Stdout, then stderr; or the reason why there is no exit code."""
 

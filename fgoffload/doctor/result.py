@@ -5,7 +5,7 @@ import enum
 
 
 class Status(enum.Enum):
-    """Status of a result."""
+    """Severity of a result."""
 
     OK = "ok"  # no action needed
     WARNING = "warning"  # training works, but is slower or uses more memory than necessary

@@ -72,10 +72,10 @@ def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     """Check the variables of Transformer Engine and CUDA that affect offload or bitwise comparisons."""
     yield _check_backends(environment)
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-    # This is independent of offload, but matters if two runs are compared bitwise.
-    effect = "its results may differ in the last bits between runs; 0 makes it deterministic"
+    # This setting is independent of offload, but matters if two runs are compared bitwise.
+    effect = "results may differ in the last bits between runs; 0 makes them deterministic"
     if environment.get(variable) == "0":
-        effect = "it is deterministic"
+        effect = "deterministic"
     yield ok("attention's backward", f"{_describe(environment, variable)}: {effect}")
     variable = "NVTE_CPU_OFFLOAD_V1"
     problem = "" if environment.get(variable) in (None, "1") else "Megatron-LM rejects its own offload flags"

@@ -1,10 +1,10 @@
-"""Offloads tensors of layers in CUDA graphs through staging slots.
+"""Offloads tensors of layers captured in CUDA graphs, through staging slots.
 
 [Note: Captured layers]
-The layer runs twice: the warm-up only counts the bytes to offload, and the capture stages them. Hooks cover the whole layer,
-because an op outside the regions may save a view of a region's tensor. A region only sets the current tag. After forward has
-returned, the engine offloads each storage that a region saved and that only this capture references. Static inputs and outputs
-of the graph stay on the device.
+The layer runs twice: the warm-up only counts the bytes to stage, and the capture stages the tensors. Hooks cover the whole
+layer, because an op outside the regions may save a view of a region's tensor. A region only sets the current tag. After forward
+has returned, the engine stages each storage that a region saved and that only this capture references. Static inputs and
+outputs of the graph stay on the device.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class CapturedHandle:
     place: Place
 
     def take(self) -> torch.Tensor:
-        """Return the saved tensor. In a captured backward, it is at the address from which replays read."""
+        """Return the saved tensor. In a captured backward, the tensor is at the address that replays read."""
         return self.part.take(self.view)
 
 
@@ -64,7 +64,7 @@ class Capture:
         if part is None:
             part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
-        part.saved.add(tensor.detach(), view)  # a new object, so that `count_tensors` counts `tensor` while it is alive
+        part.saved.add(tensor.detach(), view)  # a new object: `count_tensors` must also count `tensor` if it is alive
         if self.stats is not None:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)
@@ -84,7 +84,7 @@ class Capture:
     def finish(self, static: Iterable[torch.Tensor]) -> CapturedForward | None:
         """Stage the tensors that regions saved. Call this after forward has returned, when its local variables are freed.
 
-        `static` contains the graph's inputs and outputs. The result is None during warm-up, or if nothing is offloaded.
+        `static` contains the graph's inputs and outputs. The result is None during warm-up, or if nothing is staged.
         """
         keys = {get_key(tensor) for tensor in static}
         parts = []
@@ -131,4 +131,4 @@ class CapturedRegion:
         self.capture.stats = self._before
 
     def end(self, tensor: torch.Tensor | None = None, *, is_held: bool = False) -> None:
-        """Do nothing, because `Capture.finish` offloads the whole layer."""
+        """Do nothing, because `Capture.finish` handles the whole layer."""

@@ -57,7 +57,7 @@ class StopWatch:
 
 
 class Transfers:
-    """Queues copies in both directions on one device. Ledgers in `observers` count its device buffers."""
+    """Queues copies in both directions on one device. The ledgers in `observers` count the device buffers that it allocates."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
@@ -68,13 +68,13 @@ class Transfers:
         self._watch = watch
         self._in_flight: collections.deque[_InFlight] = collections.deque()
         self.abandoned: collections.deque[Reload] = collections.deque()
-        """Device buffers that autograd has released but other streams may still use."""
+        """Device buffers that autograd has released but that other streams may still use."""
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
-        """Storages that autograd released, and whether they had been offloaded."""
+        """Storages that autograd released, and whether each had been offloaded."""
         self._used: set[Stream] = set()
         """Streams on which copies were queued since `close` or the last `join`."""
         self._filling: list[torch.Tensor] = []
-        """Buffers with a queued copy and no event yet. After an exception, they are kept until `close`."""
+        """Buffers with a queued copy but no event yet. After an exception, they are kept until `close`."""
 
     @property
     def in_flight_bytes(self) -> int:
@@ -146,10 +146,10 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages` to the device, in order. They must be on the host only. Profilers show their places.
+        """Queue copies of `storages` to the device, in order. All must be only on the host. Profiler ranges show the places.
 
         Streams:
-            The copies run on the host-to-device stream, see [Note: Ordering of a copy to the device]. The host does not block.
+            The copies run on the host-to-device stream (see [Note: Ordering of a copy to the device]). The host does not block.
 
         Lifetime:
             The device buffers stay alive as long as autograd needs them, or until `drop_reloaded`.
@@ -298,7 +298,7 @@ class Transfers:
             return self._allocate(saved.moved_bytes, saved.whole)
 
     def _allocate(self, size_bytes: int, whole: View | None = None) -> torch.Tensor:
-        """Allocate a device buffer like the view `whole`, or uint8 `[size_bytes]` if `whole` is None."""
+        """Allocate a device buffer with the layout of `whole`, or uint8 `[size_bytes]` if `whole` is None."""
         with as_normal_tensors():
             buffer = self._device.allocate_device(size_bytes) if whole is None else self._device.allocate_like(whole)
         for ledger in self._observers:

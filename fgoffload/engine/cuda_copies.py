@@ -3,7 +3,7 @@
 [Note: Copies without torch]
 `Tensor.copy_` takes several times the CPU time of its CUDA call, because it also goes through the dispatcher, checks
 types, strides and pinning, and switches streams. The engine's copies are contiguous and pinned, on its own streams. Like torch,
-it keeps source and destination alive until the copy is done. While PyTorch's CUDA sanitizer is on, the engine uses `copy_`.
+the engine keeps source and destination alive until a copy is done. While the CUDA sanitizer is on, the engine uses `copy_`.
 
 [Note: Pieces of a copy]
 A GPU has one copy engine per direction. It finishes all copies queued on one stream before it serves another stream. A small
@@ -93,7 +93,7 @@ def find_cuda_copies() -> CudaCopies | None:
 
 
 def _get_handle(stream: torch.Stream) -> int:
-    """Return CUDA's handle of `stream`, which only `torch.cuda.Stream` provides."""
+    """Return CUDA's handle for `stream`, which only `torch.cuda.Stream` provides."""
     found = torch.cuda.Stream(  # type: ignore[no-untyped-call]
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     )

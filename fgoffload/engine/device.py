@@ -38,8 +38,8 @@ _COMPARED_BYTES = 16 * MIB
 class HostSlab:
     """Host memory for asynchronous copies.
 
-    `buffer` is uint8 `[size_bytes]`, on the CPU. `free` releases the memory once the copies queued so far are done. It must not
-    reference the slab.
+    `buffer` is uint8 `[size_bytes]`, on the CPU. `free` releases the memory once the copies queued so far are done. `free` must
+    not reference the slab.
     """
 
     def __init__(self, buffer: torch.Tensor, free: Callable[[], None]) -> None:
@@ -48,7 +48,7 @@ class HostSlab:
         self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def close(self) -> None:
-        """Release the memory. This also happens when the slab is freed. The host blocks until the copies are done."""
+        """Release the memory, as garbage collection also does. The host blocks until the copies are done."""
         self._finalizer()
 
 
@@ -106,7 +106,7 @@ class Device(abc.ABC):
         """Return the seconds between two timed events that have completed."""
 
     def stall(self, seconds: float) -> None:
-        """Delay the current stream by about `seconds`, so that the CPU runs ahead. Does nothing on `CpuDevice`."""
+        """Delay the current stream by about `seconds`, so that the CPU runs ahead. A `CpuDevice` does nothing."""
         return
 
     @abc.abstractmethod
@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. A stream switch takes half the CPU time of a copy, so queue several copies there.
+        Call this within `copying_on(stream)`. Entering it may take half the CPU time of a copy, so queue several copies inside.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -128,7 +128,7 @@ class Device(abc.ABC):
         return all(torch.equal(host.to(tensor.device, non_blocking=True), own) for host, own in pieces)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require it."""
+        """Return a context manager for `copy_bytes` on `stream`. It makes `stream` current if copies require that."""
         return self.on(stream)
 
     @abc.abstractmethod
@@ -145,7 +145,7 @@ class Device(abc.ABC):
         """Allocate exactly `size_bytes` of host memory.
 
         Lifetime:
-            Until the slab is closed or freed, and the copies that use it are done.
+            The memory lives until the slab is closed or garbage-collected and the copies that use it are done.
 
         Raises:
             StateError: The memory cannot be allocated or pinned.
@@ -206,10 +206,10 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # unchecked, CUDA builds always return CUDA
+        device = torch.accelerator.current_accelerator(check_available=True)  # otherwise, CUDA builds always return CUDA
         if device is None:
             raise StateError(
-                "torch found no accelerator. Use CpuDevice, or check the driver and that torch is built for your accelerator."
+                "torch found no accelerator. Use CpuDevice, or check the driver and whether torch supports your accelerator."
             )
         self.type = device.type
         self._host_memory = host_memory
@@ -220,7 +220,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams keyed by CUDA's handle. Stream objects with the same handle are the same queue."""
+        """Streams keyed by CUDA's handle. Stream objects with the same handle refer to the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -336,7 +336,7 @@ _HOST_BUDGET = "the host budget (--offload-host-budget, or `host_budget_bytes` o
 
 
 def _clear_last_error() -> None:
-    """Clear CUDA's last error, which the user's next kernel would otherwise raise."""
+    """Clear CUDA's last error, which the user's next kernel launch would otherwise report."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")

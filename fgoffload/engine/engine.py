@@ -57,7 +57,7 @@ class OffloadEngine:
         min_offloaded_bytes: Storages with fewer saved bytes stay on the device.
         keep: The user's filter. A saved tensor stays on the device if the filter returns true.
         host_budget_bytes: Limit on host memory. With None, all engines of the process share a default budget.
-        is_timed: Whether to time copies and waits. This needs more events per group, and `finish_step` waits for them.
+        is_timed: Whether to time copies and waits. Timing needs more events per group, and `finish_step` waits for them.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class OffloadEngine:
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
-        """Append a new group of `site` to `lane` and return it, for `save` and `end`.
+        """Append a new group of `site` to `lane`, and return the group for use in `save` and `end`.
 
         Raises:
             StateError: A CUDA graph is being captured.
@@ -162,7 +162,7 @@ class OffloadEngine:
             self.registry.forget_dropped()
 
     def announce_backward(self, lane: Lane, tensor: torch.Tensor) -> None:
-        """Reload the next groups of `lane` when backward has passed `tensor`, the input of a segment without regions."""
+        """Reload the next groups of `lane` when backward has passed `tensor`, the input to a segment without regions."""
         if lane.groups and not is_inert():
             add_mark(tensor, lambda gradient: self.pass_backward(lane))
 
@@ -173,9 +173,9 @@ class OffloadEngine:
             self.execution.execute(self._schedule.prefetch(lane))
 
     def expect_backward(self, lane: Lane, *, window_bytes: int | None = None) -> None:
-        """Cancel the offload of the last groups of `lane` that are in flight, because its backward runs next.
+        """Cancel the offload of the last groups of `lane` that are in flight, because the backward of `lane` runs next.
 
-        Otherwise they would be freed just before backward needs them, and backward would wait for the reload. With
+        Otherwise, their tensors would be freed just before backward needs them, and backward would wait for the reload. With
         `window_bytes`, compute first waits until at most that many bytes are in flight, because memory peaks at the loss.
 
         Streams:
@@ -197,7 +197,7 @@ class OffloadEngine:
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:
-        """Exclude the storages of `tensors` from offload as long as they are alive.
+        """Exclude the storages of `tensors` from offload until the storages are freed.
 
         Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
         place. An offload in between would copy wrong bytes, and the version counter would not change.
@@ -317,7 +317,7 @@ class OffloadEngine:
 
     @contextlib.contextmanager
     def capture_step(self) -> Iterator[None]:
-        """Return a context manager that captures a step in one graph: forward, backward, and all copies of the engine.
+        """Return a context manager in which a graph may capture a whole step: forward, backward, and the engine's copies.
 
         During the capture, only the window limits the bytes in flight to the host. Call `finish_step` before the capture ends.
         The host blocks until earlier copies are done.
@@ -375,7 +375,7 @@ class OffloadEngine:
     def close(self) -> None:
         """Release all memory. The host blocks until copies in flight are done.
 
-        Memory that an autograd graph still needs is freed together with the graph and the engine.
+        Memory that an autograd graph still needs is freed once both the graph and the engine are freed.
         """
         with self._lock:
             self.execution.held.clear()

@@ -3,7 +3,7 @@
 [Note: Reused events]
 Creating, recording and destroying an event takes 2.4 us of CPU time on an H200 host. Reusing one takes 0.9 us. Each offloaded
 group needs two events, plus events for waits. Recording an event again moves it to another point, perhaps on another stream,
-and a query would no longer refer to the first copy. So an event returns to its pool only when the last reference to the result
+and a query would no longer refer to the first point. So an event returns to its pool only when the last reference to the result
 of `EventPool.record` is gone. Queued waits need no reference, because a stream waits for the point that the event marked when
 the wait was queued.
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 
 class RecordedEvent:
-    """Recorded event. The pool reuses its torch event once this object is freed."""
+    """Event recorded on a stream. The pool reuses its torch event once this object is freed."""
 
     __slots__ = ("_idle", "event")
 
     def __init__(self, event: Any, idle: "collections.deque[Any]") -> None:
         self.event = event
-        """The torch event. Do not use it after this object is freed."""
+        """The underlying torch event. Do not use it after this object is freed."""
         self._idle = idle
 
     def __del__(self) -> None:

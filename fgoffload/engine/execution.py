@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class Execution:
-    """Executes the decisions of `schedule` with `transfers`. Called under the engine's lock."""
+    """Executes the decisions of `schedule` with `transfers`. The engine calls all methods under its lock."""
 
     arena: HostArena  # declared before `transfers`: Python frees fields in order, and host memory must be freed first
     device: Device
@@ -45,7 +45,7 @@ class Execution:
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
     """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
-    """Limit on the groups per tag in flight to the host, in addition to the window. None means no limit."""
+    """Limit on how many groups of a tag may be in flight to the host, in addition to the window. None means no limit."""
     max_groups: int = 0
     """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
@@ -133,7 +133,7 @@ class Execution:
     def leave(self, lane: Lane, position: int) -> None:
         """Release tensors that backward no longer needs after it has finished the groups from `position` on."""
         for group in lane.leave(position):
-            # A retained graph may still need them, and their host blocks still contain the bytes.
+            # A retained graph may still need the tensors, but their host blocks still contain the bytes.
             for saved in group.list_saved(SavedState.RELOADED):
                 if saved.uses <= 0:
                     self.transfers.drop_reloaded(saved)
@@ -184,7 +184,7 @@ class Execution:
                 self._reload({saved: group.place for saved, group in storages.items()})
 
     def _reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Reload `storages` in order. They must be on the host only. Each value is the place of the group that needs it."""
+        """Reload `storages` from the host, in order. Each value is the place of the group that needs the storage."""
         for saved in storages:
             saved.stats.h2d_bytes += saved.moved_bytes
             self.registry.exclude_if_referenced(saved)

@@ -47,7 +47,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, up to the size of its storage."""
+        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, and a storage at most in full."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
@@ -99,7 +99,7 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         self.place = Place(None, self._name)
         """Place of the lane: its microbatch, and its chunk unless it is chunk 0."""
         self.number = -1
-        """Number of forwards before this one in the step, set by `PassOrder`."""
+        """Number of earlier forwards in the step, set by `PassOrder`."""
         self.filtered: set[int] = set()
         """Keys of storages with a tensor that the user's filter kept. Offloading their other tensors would free nothing."""
 

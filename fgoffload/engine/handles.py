@@ -5,7 +5,7 @@ While the bytes are on the device, the handle of a saved tensor that requires no
 its Python attributes, like plain torch. The identity of the object matters, because autograd may reuse a tensor as a gradient
 if nothing else references its object. So all unpacks of one view of a reloaded storage also return the same object. If a saved
 tensor requires a gradient, the handle holds a detached tensor, because the graph of the original could close a reference cycle.
-Torch wraps such a tensor in a new object anyway, see [Note: A gradient that is a saved tensor].
+Torch wraps such a tensor in a new object anyway (see [Note: A gradient that is a saved tensor]).
 """
 
 import dataclasses
@@ -87,7 +87,7 @@ class KeptHandle:
     version: int
     """Version of the tensor, which must not change."""
     nbytes: int | None
-    """Bytes of its storage, which must not change. None if the tensor has no storage or its storage may be replaced."""
+    """Size of its storage, which must not change. None if the tensor has no storage or its storage may be replaced."""
     place: Place
 
     def take(self) -> torch.Tensor:
@@ -102,7 +102,7 @@ class KeptHandle:
 class FollowedHandle:
     """Handle of a saved tensor that stays on the device. It calls `follow_backward` when backward unpacks the tensor.
 
-    `size_bytes` is the size of its storage. Other handles of the storage do not count it.
+    `size_bytes` is the size of its storage, which no other handle counts.
     """
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")

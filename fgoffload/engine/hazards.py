@@ -8,14 +8,14 @@ other, because the allocator reuses freed memory for the next kernel on any of t
 [Note: Ordering of a copy to the device]
 The buffer is allocated on the compute stream, so the allocator reuses its memory in the order of that stream. The copy stream
 fills it. A stream that reads the buffer first waits for the copy. Before the buffer is freed, its own stream waits for the
-other streams that may still use it: each one that has read the buffer, or the copy stream if none has.
+other streams that may still use it: each stream that has read it, or the copy stream if none has.
 """
 
 import enum
 
 
 class Hazard(enum.Enum):
-    """Wrong order of two memory accesses that a wait prevents. The value describes it."""
+    """Wrong order of two memory accesses, which a wait prevents. The value describes the hazard."""
 
     # A copy to the host.
     SOURCE_UNWRITTEN = "the copy to the host reads its source before the kernels of a compute stream have written it"

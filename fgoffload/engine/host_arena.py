@@ -17,7 +17,7 @@ cached blocks into the free ranges and searches these.
 
 [Note: Interrupted arenas]
 Ctrl-C may interrupt Python code between any two lines. So each block is returned by a weak reference, which appends itself to a
-queue without running Python code. After an exception, the arena rebuilds its free ranges from the memory outside blocks in use.
+queue without running Python code. After an exception, the arena rebuilds its free ranges from the memory not in use.
 """
 
 import bisect

@@ -15,7 +15,7 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm. The first one that is set applies: a Slurm task may be a torchrun agent."""
+"""Environment variables of torchrun, Open MPI and Slurm. The first one set applies: a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 
@@ -67,8 +67,8 @@ def _read_available_bytes(root: Path) -> int:
 def _read_cgroup_free_bytes(root: Path) -> int:
     free_bytes = _NO_LIMIT
     for kind, mount, group in _list_own_groups(root):
-        # The mount may start at any ancestor of the group, so we try each suffix of the group's path below it. If the group is
-        # not visible there, we read the mount itself.
+        # The mount may start at any ancestor of the group, so we try each suffix of the group's path below the mount. If none
+        # exists, we read the mount itself.
         names = [] if ".." in group.parts else group.parts[1:]
         paths = (mount.joinpath(*names[first:]) for first in range(len(names)))
         own = next((path for path in paths if path.is_dir()), mount)

@@ -43,7 +43,7 @@ def shares_allocation(tensor: torch.Tensor) -> bool:
 
 
 def is_of_leaf(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is, or is a view of, a leaf that gets a gradient: a parameter, or an input of the graph.
+    """Return whether `tensor` is, or is a view of, a leaf that gets a gradient: a parameter, or an input to the graph.
 
     The tensor's own `is_leaf` is not enough. Custom functions run forward in no-grad mode, where a view is a leaf that requires
     a gradient even if its base is not a leaf. Transformer Engine saves such a view for each expert.
@@ -69,13 +69,13 @@ def identify(tensor: torch.Tensor) -> tuple[int, Contents]:
 
 
 def count_tensors(tensor: torch.Tensor) -> int:
-    """Return how many tensors share the storage of `tensor`, including itself and tensors that autograd saved."""
+    """Return how many tensors share the storage of `tensor`, including `tensor` itself and tensors that autograd saved."""
     storage = tensor.untyped_storage()
     return count_storage_references(storage._cdata) - 1  # noqa: SLF001 - no public name; `storage` is a reference too
 
 
 class StorageRef:
-    """Weak reference to a storage that reserves its address but not its memory.
+    """Weak reference to a storage. It reserves the storage's address but not its memory.
 
     Torch's `StorageWeakRef` does the same but takes longer to create, and each saved storage needs a reference.
     """

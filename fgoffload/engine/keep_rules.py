@@ -43,7 +43,7 @@ class KeepRules:
     def is_always_too_small(self, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` stays on the device because its whole storage is below the minimum size.
 
-        The result is false for parameters, which are never offloaded, and with a filter, which must be called for each tensor.
+        The result is false for parameters, which are never offloaded, and if there is a filter, which must see each tensor.
         """
         if type(tensor) is not torch.Tensor or tensor.numel() >= self._large_numel or self._keep is not None:
             return False

@@ -49,7 +49,7 @@ class ActivationLedger:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the tensors that autograd saves in the body. The engine's regions report to the engine's ledgers instead."""
+        """Count the tensors that autograd saves in the body. The engine's regions report to its `observers` instead."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()
@@ -97,7 +97,7 @@ class ActivationLedger:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LedgerHook:
-    """Pack hook of a ledger. The engine recognizes it by its type."""
+    """Pack hook of a ledger. The engine recognizes the hook by its type."""
 
     ledger: ActivationLedger
 

@@ -1,7 +1,7 @@
 """Predicts the next backward from the previous step, because pipeline schedules repeat.
 
-A step ends when a forward begins while no lane waits for its backward. A wrong prediction only costs time, see [Note: Prefetch
-across passes] in `fgoffload.transfer_schedule`.
+A step ends when a forward begins while no lane waits for its backward. A wrong prediction only costs time (see [Note: Prefetch
+across passes] in `fgoffload.transfer_schedule`).
 """
 
 import weakref
@@ -20,12 +20,12 @@ class _Pass(NamedTuple):
 
 
 class PassOrder:
-    """Records the passes of the current step, and predicts the next backward from those of the previous step."""
+    """Records the passes of the current step, and predicts the next backward from the passes of the previous step."""
 
     def __init__(self) -> None:
         self._passes: list[_Pass] = []
         self._next: dict[_Pass, int] = {}
-        """Maps each pass of the previous step to the lane whose backward followed, directly or after one forward."""
+        """Maps each pass of the previous step to the number of the lane whose backward followed, perhaps after one forward."""
         self._lanes: weakref.WeakValueDictionary[int, Lane] = weakref.WeakValueDictionary()
         """Lanes whose backward has not begun, keyed by number."""
         self._forwards = 0

@@ -2,11 +2,11 @@
 
 [Note: Marks]
 The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the gradient of the
-site's output, shows it earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change
-the graph. An identity autograd function would, and it could change results: if a site uses its input more than once, and a
-residual connection also uses it, the site's gradients would be summed before the residual's gradient is added, and
+site's output, fires earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change the
+graph. An identity autograd function would, and could change results: if a site uses its input more than once, and a residual
+connection also uses that input, the site's gradients would be summed before the residual's gradient is added, and
 floating-point sums depend on their order. `end` is not part of the exit from `saving`, because some groups are offloaded only
-after their region. For example, the input of a norm is also the residual, which is used again after attention.
+after their region. For example, the input to a norm is also the residual, which is used again after attention.
 
 [Note: When a region is inert]
 A region does nothing in no-grad mode, during `torch.jit` tracing, inside other saved-tensor hooks, and where such hooks are

@@ -9,7 +9,7 @@ backward, an exception or the end of a scope drops it, and the engine resets not
 [Note: Copy format]
 The engine copies the range of the storage from the first to the last saved byte. Usually, one contiguous saved tensor covers
 the whole range, and the engine copies and reloads the range with that tensor's type and size. Otherwise, it copies bytes. It
-also copies bools as bytes, because a copy of bools may turn other nonzero bytes into 1. If the saved tensors cover less than
+also copies bools as bytes, because a copy of bools may turn any nonzero byte into 1. If the saved tensors cover less than
 half of the range, the engine packs them first and copies the packed bytes.
 """
 
@@ -54,14 +54,14 @@ class Reload:
 
 
 class ReleaseQueues(Protocol):
-    """A freed `SavedStorage` appends to these queues, on any thread. Later engine calls empty them."""
+    """Queues to which a freed `SavedStorage` appends, on any thread. Later engine calls empty them."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
 
 
 class SavedStorage:
-    """Bytes of a storage at one version, which all tensors saved from it share."""
+    """Bytes of a storage at one version. All tensors that are saved from these bytes share the object."""
 
     __slots__ = (
         "__weakref__", "_aliases", "_bases", "_copied_views", "_queues", "block", "contents", "covered_bytes", "d2h_done",
@@ -104,7 +104,7 @@ class SavedStorage:
         self.d2h_done: Event | None = None
         self.reload: Reload | None = None
         self.lane = place
-        """Lane of the first save."""
+        """Place of the first save's lane."""
         self.owner = owner
         """Compute stream of the first save. The reloaded buffer is allocated on it."""
         self.streams: set[Stream] = {owner}
@@ -139,13 +139,13 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        It may if the storage is on the device, or if `stream` was used for an earlier save of it. If something else keeps the
-        source of an offloaded storage alive, its memory is later freed only in the order of the streams of these earlier saves.
+        It may if the storage is on the device, or if an earlier save ran on `stream`. If something else keeps an offloaded
+        storage alive, its memory is freed later, ordered only after work on the streams of the earlier saves.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
     def add(self, tensor: torch.Tensor, view: View) -> None:
-        """Register the saved `tensor`, which is `view` of this storage."""
+        """Register the saved `tensor`, whose layout in this storage is `view`."""
         if self.state not in ON_DEVICE or view in self._aliases:
             return
         self._aliases[view] = tensor.detach() if tensor.requires_grad else tensor
@@ -225,13 +225,13 @@ class SavedStorage:
     def cancel_offload(self) -> None:
         """Cancel the offload, because backward needs the bytes before their copy to the host is done.
 
-        The host block may be released while the copy still writes it, because the next copy to it runs on the same stream.
+        The host block may be released while the copy still writes it: the next copy to the block runs on the same stream.
         """
         self.state = SavedState.RESIDENT
         self.block = self.d2h_done = None
 
     def use_storage_of(self, tensor: torch.Tensor) -> None:
-        """Switch back to the storage of `tensor`, whose bytes have changed after the copy."""
+        """Switch back to the storage of `tensor`, whose bytes changed after the copy."""
         if self._copied_views:
             detached = tensor.detach()
             bytes_now = detached.as_strided((self.contents.nbytes // detached.itemsize,), (1,), 0)
@@ -275,6 +275,6 @@ def find_change(tensor: torch.Tensor, version: int, nbytes: int | None, *, place
     if found_nbytes != nbytes:
         return (
             f"{name} was resized before {next_use}: its storage had {nbytes} bytes when it was saved and now has "
-            f"{found_nbytes}. If code outside autograd frees or refills it, call `OffloadEngine.keep` before it is saved."
+            f"{found_nbytes}. If code outside autograd frees or refills the storage, call `OffloadEngine.keep` before the save."
         )
     return None

@@ -8,8 +8,8 @@ Autograd detects a write to a saved tensor by its version. A Triton kernel, a co
 version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
 begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places. If the bytes
-differ, all saves use the current bytes, now and whenever the storage is saved again at this pair. If they are equal, all saves
-share the copy. A storage that is not saved again after the write is reloaded as copied.
+differ, all saves use the current bytes, now and whenever the storage is saved again at this pair. Otherwise, all saves share
+the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -30,7 +30,7 @@ from fgoffload.memory_tiers import SavedState
 from fgoffload.plan import Site
 
 COMPARISONS = 8
-"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies the tensor to the device."""
+"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies bytes back to the device."""
 
 
 class SavedRegistry:
@@ -47,7 +47,7 @@ class SavedRegistry:
         self._outlived: list[StorageRef] = []
         """Offloaded storages that autograd has released but that are still alive."""
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
-        """Number of comparisons of each pair of places. See [Note: Writes that torch does not count]."""
+        """Number of comparisons for each pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
         """Pairs of places between which a storage is overwritten."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
@@ -81,8 +81,8 @@ class SavedRegistry:
         ):
             saved = None
         if saved is not None and saved.lane is not lane.place and tensor.is_leaf and not tensor.requires_grad:
-            # A table or a buffer stays alive, so another offload would free nothing. An earlier copy may be stale, because ops
-            # such as batch norm change their buffers without changing the version.
+            # A lookup table or a module's buffer stays alive, so another offload would free nothing. An earlier copy may be
+            # stale, because ops such as batch norm change their buffers without changing the version.
             self._exclude(saved.storage, KeptReason.REFERENCED)
             return KeptReason.REFERENCED
         stream = self._device.current_stream()
@@ -111,7 +111,7 @@ class SavedRegistry:
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._comparisons.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # the steps before the capture have compared
+            if count < COMPARISONS and not self._device.is_capturing():  # earlier steps made the comparisons
                 self._comparisons[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)
@@ -136,7 +136,7 @@ class SavedRegistry:
         )
 
     def make(self, tensor: torch.Tensor, contents: Contents, place: Place) -> SavedStorage:
-        """Return an unregistered saved storage for `tensor`, which is saved on the current stream."""
+        """Return an unregistered saved storage for `tensor`, which is being saved on the current stream."""
         return SavedStorage(self._transfers, tensor, contents, place, self._watched, owner=self._device.current_stream())
 
     def forget_dropped(self) -> None:
@@ -154,7 +154,7 @@ class SavedRegistry:
             self._transfers.poll()
             self._outlived = [storage for storage in self._outlived if not storage.is_freed]
             if not self._transfers.in_flight_bytes:  # a copy in flight may hold the reference
-                # The other reference, such as a buffer or a table that all layers use, will exist in the next step too.
+                # The storage, such as a buffer or a table that all layers use, will also be alive in the next step.
                 for storage in self._outlived:
                     self._exclude(storage, KeptReason.REFERENCED)
                 self._outlived.clear()
@@ -166,7 +166,7 @@ class SavedRegistry:
             self._exclude(saved.storage, KeptReason.REFERENCED)
 
     def mark(self, tensors: Iterable[torch.Tensor], reason: KeptReason) -> None:
-        """Exclude the storages of `tensors` from offload for `reason`, as long as they are alive."""
+        """Exclude the storages of `tensors` from offload for `reason`, until the storages are freed."""
         for tensor in tensors:
             entry = self._excluded.get(get_key(tensor))
             if entry is None or entry[1] is not reason:

@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagingSlot:
-    """Device memory at a fixed address that one pass after another uses."""
+    """Device memory at a fixed address, which passes use one after another."""
 
     buffer: torch.Tensor
     """uint8 `[size_bytes]` on the device."""
@@ -51,13 +51,13 @@ class StagingSlot:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class StagedPart:
-    """Storage that a captured forward saved. It is staged, or stays on the device."""
+    """Storage that a captured forward saved. It is staged, or stays where it is."""
 
     saved: SavedStorage
     stats: TagStats | None = None
     """Statistics of the region's tag. None between regions."""
     forward: "CapturedForward | None" = None
-    """Forward that staged the storage. None if the storage stays on the device."""
+    """Forward that staged the storage. None if the storage is not staged."""
     start: int = 0
     """Offset of the storage in a slot, in bytes."""
     _views: dict[View, torch.Tensor] = dataclasses.field(default_factory=dict)
@@ -101,7 +101,7 @@ class CapturedForward:
     """Slot that the forward writes."""
     size_bytes: int
     tags: Sequence[tuple[TagStats, int]]
-    """Pairs of a tag's statistics and the bytes that it saved."""
+    """Pairs of a tag's statistics and the number of bytes that the tag saved."""
     read_slot: StagingSlot | None = None
     """Slot that the backward reads. None before the backward is captured."""
     reads_in_place: bool = False
@@ -204,7 +204,7 @@ class Staging:
         """Replay a captured forward with `replay`, and offload the staged bytes.
 
         Streams:
-            The current stream, on which the graph is replayed, waits for earlier copies of its slot. The host does not block.
+            The current stream, on which the graph is replayed, waits for earlier copies of the slot. The host does not block.
 
         Raises:
             StateError: The host budget is too small.
@@ -284,8 +284,8 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward whose backward directly follows `current`, in a list. Empty unless its bytes are on the host."""
-        following = current.next  # uses another slot, unless it reads the slot of `current` in place
+        """Return the forward whose backward directly follows `current`, or an empty list unless its bytes are on the host."""
+        following = current.next  # it uses another slot than `current`, unless it reads that slot in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []
         return [following.forward]

@@ -1,9 +1,9 @@
-"""Imports private functions of torch, and wraps two functions so that code for plain torch also works with offload.
+"""Imports private functions of torch, and wraps some of them so that code for plain torch also works with offload.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` disable saved-tensor hooks while they run, and torch raises an error if hooks
 are installed. The engine does not need tensors that a transform saves, so the wrapped function raises no error if the innermost
-hooks are the engine's. No other hooks can be below them, see [Note: When a region is inert].
+hooks are the engine's. No other hooks can be below them (see [Note: When a region is inert]).
 
 [Note: A gradient that is a saved tensor]
 The backward of a custom function may return a saved tensor as a gradient. Autograd reuses this tensor as `.grad` if the
@@ -118,7 +118,7 @@ _IS_WRAPPED = "_fgoffload_is_wrapped"
 
 
 def wrap_internals(is_ours: Callable[[Any], bool]) -> None:
-    """Wrap torch's functions, once per process. `is_ours` returns whether a pack hook belongs to the engine."""
+    """Wrap torch's functions (see the notes above), once per process. `is_ours` tells whether a pack hook is the engine's."""
     if not hasattr(_autograd._saved_tensors_hooks_disable, _IS_WRAPPED):  # noqa: SLF001
         _autograd._saved_tensors_hooks_disable = _wrap_disable(_autograd._saved_tensors_hooks_disable, is_ours)  # noqa: SLF001
     for name in ("apply", "apply_boxed"):

@@ -1,1 +1,1 @@
-"""A small trainer on released versions of Megatron-Core, for `fgoffload train`, `profile` and `bench`."""
+"""A small trainer built on released versions of Megatron-Core, for `fgoffload train`, `profile` and `bench`."""

@@ -1,7 +1,7 @@
 """Parses the flags of `fgoffload train`: Megatron's model flags, training flags and offload flags.
 
 The model flags are derived from the fields of Megatron's config classes, and the training flags from the fields of
-`TrainingArguments`. This file only lists flags whose name in Megatron-LM differs from the field.
+`TrainingArguments`. This file lists only the exceptions, such as Megatron-LM's flags that are not named after a field.
 """
 
 import argparse
@@ -51,7 +51,7 @@ _PRESETS: Mapping[str, Mapping[str, Any]] = {
 """Fields that a single flag of Megatron-LM sets, with their values. A field's own flag takes precedence."""
 
 _NEVER_IGNORED = ("--nproc", "--nnodes", "--help")
-"""Prefixes of flags that are never ignored, because the user of such a flag expects more processes or a help text."""
+"""Prefixes of flags that are never ignored, because their users expect several processes or a help text."""
 
 _OPTIMIZER_FLAGS = frozenset(
     f"--{name}"
@@ -60,7 +60,7 @@ _OPTIMIZER_FLAGS = frozenset(
         *("main-grads-dtype", "main-params-dtype", "exp-avg-dtype", "exp-avg-sq-dtype"),
     )
 )
-"""Flags that the planner reads and the trainer ignores, because it has its own optimizer."""
+"""Flags that the planner reads but the trainer, which has its own optimizer, ignores."""
 
 _OFFLOAD_FIELDS = {field.name for field in dataclasses.fields(OffloadConfig)} | {"fine_grained_activation_offloading"}
 """Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
@@ -80,7 +80,7 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
     "normalization": "LayerNorm",
 }
 """Megatron-LM's defaults for latent attention, which differ from those of Megatron-Core's config. Source: `_add_mla_args` in
-megatron/training/arguments.py, and `TransformerConfig` for norms, both of core 0.16.1 and unchanged in 0.20."""
+megatron/training/arguments.py, and `TransformerConfig` for norms, both in 0.16.1 and unchanged in 0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
 """Required fields with example values."""
@@ -137,7 +137,7 @@ def parse_arguments(
 
 
 def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadConfig | None) -> Any:
-    """Return Megatron's TransformerConfig for `arguments`. It contains only the offload tags that Megatron accepts.
+    """Return Megatron's TransformerConfig for `arguments`. Offload tags that Megatron does not accept are left out.
 
     Raises:
         ConfigError: Megatron rejects the combination. The error includes Megatron's message.

@@ -1,9 +1,9 @@
 """Times steps with plans and baseline steps in alternation, to measure how much copies slow down a launch-bound step.
 
 [Note: Compared plans]
-The first plan offloads, in all layers, the largest tags whose copies compute can hide. Besides copies, it adds little CPU work.
-The second plan is for a budget halfway between full recompute and the baseline, and adds much more CPU work. Plans without
-copies are skipped. The baseline and the plans alternate every few steps, because a host's speed changes every minute.
+The first plan offloads, in all layers, the largest tags whose copies compute can hide. It adds little CPU work besides copies.
+The second plan is for a budget halfway between the peaks of full recompute and the baseline, and adds much more CPU work. Plans
+without copies are skipped. The baseline and the plans alternate every few steps, because a host's speed changes every minute.
 """
 
 import collections
@@ -39,7 +39,7 @@ TIMED_STEPS = 2
 """Number of timed steps per plan and round."""
 
 MIN_ROUNDS, MAX_ROUNDS = 2, 4
-"""Number of rounds. With four rounds, the median step time of a plan is within 2% even if single steps vary by 10%."""
+"""Limits on the number of rounds. Four rounds give the median step time to within 2% even if steps vary by 10%."""
 
 TIME_LIMIT_S = 30.0
 """After `MIN_ROUNDS` rounds and this many seconds, no new round starts."""
@@ -55,7 +55,7 @@ def compare_steps(
 ) -> tuple[ComparedStep, ...]:
     """Time steps with plans and baseline steps in alternation. All processes must call this and get the same result.
 
-    If planning fails or memory runs out, log a warning and return an empty tuple. The profile is useful without these steps.
+    If planning fails, or a lone process runs out of memory, log a warning and return an empty tuple.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
@@ -72,7 +72,7 @@ def compare_steps(
     except torch.OutOfMemoryError as error:
         if not is_alone():
             raise  # the other processes are in the middle of a step
-        logger.warning("no steps were compared, because one ran out of GPU memory: %s", error)
+        logger.warning("no steps were compared, because a step ran out of GPU memory: %s", error)
         return ()
     finally:
         measurement.apply(NOTHING)

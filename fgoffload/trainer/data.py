@@ -103,7 +103,7 @@ class TextData(TokenSource):
     def load(cls, path: Path | None = None) -> "TextData":
         """Load at most `MAX_TEXT_BYTES` from a file, or from all files of a folder in name order.
 
-        Without `path`, loads the Python standard library.
+        Without `path`, load the source of Python's standard library.
 
         Raises:
             ConfigError: `path` does not exist, cannot be read, or is empty.

@@ -64,7 +64,7 @@ class MainGradOptimizer:
 
 
 def get_main_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the gradient of a wrapped chunk's parameter. It is a view of the wrapper's buffer."""
+    """Return the gradient of a wrapped chunk's parameter, which is a view of the wrapper's buffer."""
     gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return gradient
 
@@ -76,7 +76,7 @@ def digest_tensor(tensor: torch.Tensor) -> str:
 
 
 def digest_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return `digest_tensor` of each tensor, in order. The device must have finished all work on the tensors.
+    """Return the result of `digest_tensor` for each tensor, in order. The device must have finished all work on the tensors.
 
     Copies and hashes run in several threads and release the GIL. In one thread, they would take longer than a step.
     """

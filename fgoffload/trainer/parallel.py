@@ -17,7 +17,7 @@ from fgoffload.planner.timing.profile import CPU
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Variables that Megatron's model sets for Transformer Engine. A later model with another backend would reject them."""
+"""Environment variables that Megatron's model sets for Transformer Engine. A model with another backend would reject them."""
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
@@ -93,7 +93,7 @@ def name_device() -> str:
 
 
 def seed_everything(arguments: TrainingArguments) -> None:
-    """Seed all random states like Megatron-LM: differently per pipeline stage, but equally for all copies of the model."""
+    """Seed all random states like Megatron-LM: differently per pipeline stage, but identically for all copies of the model."""
     parallel_state = load_module("megatron.core.parallel_state")
     rank_seed = arguments.seed + 100 * int(parallel_state.get_pipeline_model_parallel_rank())
     random.seed(rank_seed)
@@ -120,7 +120,7 @@ def clear_megatron_buffers() -> None:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. Torch only warns about ops that have none."""
+    """Make torch and Transformer Engine use deterministic kernels. For ops without any, torch only warns."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # cuBLAS reads this variable at the first matrix product. Its results are deterministic only with this setting.

@@ -105,7 +105,7 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Add timed steps with plans to `profile`, and average the baseline step times of both models."""
+    """Add timed steps with plans to `profile`, and average the baseline step times of the two models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:

@@ -52,7 +52,7 @@ def _find_loss(one: StepResult, other: StepResult) -> str | None:
 
 
 def _find_gradient(one: StepResult, other: StepResult) -> str | None:
-    """Return the name of the first gradient, in parameter order, that differs or exists only in one step."""
+    """Return the name of the first gradient, in parameter order, that differs or exists in only one step."""
     names = dict.fromkeys((*one.gradient_digests, *other.gradient_digests))
     return next((name for name in names if one.gradient_digests.get(name) != other.gradient_digests.get(name)), None)
 

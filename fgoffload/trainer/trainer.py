@@ -74,7 +74,7 @@ class Trainer:
         self.text = text
         self.policy = policy
         self.integration: Any = None
-        """Our integration in Megatron-Core; None without offload or with Megatron's own engine."""
+        """Our Megatron-Core integration; None without offload or with Megatron's own engine."""
         self.chunks: list[torch.nn.Module] = []
         """Model chunks of this rank, without the data-parallel wrapper."""
         self.graphs = choose_graphs(arguments)
@@ -160,7 +160,7 @@ class Trainer:
     def evaluate(self) -> tuple[float, ...]:
         """Run forward on one global batch in eval mode, and return its losses as in `StepResult.losses`.
 
-        Call this at any time between training steps. Each call uses other text, which no training step uses.
+        Call this at any time between training steps. Each call uses different text, which no training step uses.
         """
         self._check_open()
         for chunk in self._wrapped_chunks:
@@ -171,7 +171,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the activation bytes of the body in `ledger`, except tensors that other saved-tensor hooks handle."""
+        """Count the body's activations in `ledger`, except tensors that other saved-tensor hooks handle."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield

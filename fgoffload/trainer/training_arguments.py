@@ -24,7 +24,7 @@ _GRAPH_WARMUP_STEPS = 3
 """Default number of eager steps. Source: `TransformerConfig.cuda_graph_warmup_steps`, megatron-core 0.16.1 to 0.19.2."""
 
 _MAX_SEED = 2**32 - 1
-"""NumPy's largest seed. Other generators accept larger ones."""
+"""NumPy's largest seed. Other generators accept larger seeds."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class TrainingArguments:
     transformer: Mapping[str, Any]
     """Fields of Megatron's TransformerConfig that flags set. The other fields have their defaults."""
     offload: OffloadConfig | None
-    """Options of activation offload, or None without offload."""
+    """Activation offload options, or None without offload."""
     source: FlagSources
     world_size: int
     seq_length: int
@@ -161,7 +161,7 @@ class TrainingArguments:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide `seq_length`."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence; must divide `seq_length`."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
@@ -198,12 +198,12 @@ class TrainingArguments:
         if not (math.isfinite(self.lr) and self.lr >= 0):
             yield f"--lr {self.lr} is not a learning rate. Use a finite number of 0 or more, for example 1e-3."
         if not 0 <= self.seed <= _MAX_SEED:
-            yield f"--seed {self.seed} is outside 0 to {_MAX_SEED}. Use a number in between, for example 1234."
+            yield f"--seed {self.seed} is not between 0 and {_MAX_SEED}. Use a seed in that range, for example 1234."
         if not 0 < self.rotary_percent <= 1:
             yield f"--rotary-percent {self.rotary_percent} is not a fraction of a head. Use a number above 0 and up to 1."
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= self.transformer.get(name, 0) <= 1:
-                yield f"{to_flag(name)} {self.transformer[name]} is outside 0 to 1. Use a probability, for example 0.1."
+                yield f"{to_flag(name)} {self.transformer[name]} is not between 0 and 1. Use a probability, for example 0.1."
         if self.padded_vocab_size < _BYTE_VALUES:
             yield (
                 f"--vocab-size {self.vocab_size}, padded to {self.padded_vocab_size} by --make-vocab-size-divisible-by "

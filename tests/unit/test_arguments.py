@@ -59,7 +59,7 @@ def test_a_flag_sets_its_field(flags: str, field: str, value: object) -> None:
         ("--global-batch-size 3 --micro-batch-size 2", "--global-batch-size 3 is not a multiple of .* = 2. Use 2"),
         ("--num-query-groups 2", "--num-query-groups 2 has no effect without --group-query-attention"),
         ("--moe-layer-freq print(1)", "is neither a whole number nor a list"),
-        ("--seed -1", "--seed -1 is outside 0 to 4294967295"),
+        ("--seed -1", "--seed -1 is not between 0 and 4294967295"),
         ("--vocab-size 100 --make-vocab-size-divisible-by 1", "--vocab-size 100, padded to 100 by .* Use --vocab-size 256"),
         ("--num-experts 4 --moe-router-topk 5", "--moe-router-topk 5 is above --num-experts 4"),
         (

@@ -32,9 +32,9 @@ REFUSALS = [
     ),
     (
         {"activation_offload_fraction": 1.5},
-        "--activation-offload-fraction 1.5 is outside 0 to 1. Use a fraction, for example 0.8.",
+        "--activation-offload-fraction 1.5 is not between 0 and 1. Use, for example, 0.8.",
     ),
-    ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is outside 0 to 1. Use a fraction, for"),
+    ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is not between 0 and 1. Use, for"),
     (
         {"activation_offload_fraction": True},
         "--activation-offload-fraction True is not a number. Use a fraction, for example 0.8.",
@@ -98,7 +98,7 @@ def test_an_invalid_size_is_rejected_with_its_flag(flag):
     with pytest.raises(ConfigError) as caught:
         OffloadConfig.from_flags(flags)
     assert str(caught.value) == (
-        f"--{flag.replace('_', '-')} '60PB' is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB."
+        f"--{flag.replace('_', '-')} '60PB' is not a size. Use B, KiB, MiB, GiB, TiB or GB as the unit, for example 60GiB."
     )
 
 

@@ -35,7 +35,7 @@ def test_a_tag_name_that_is_not_one_word_is_rejected(name):
 
 def test_tags_of_mutually_exclusive_modules_are_rejected():
     with pytest.raises(
-        ConfigError, match=re.escape("--offload-modules lists 'fused_group_mlp' and 'moe_act', but a model has only one")
+        ConfigError, match=re.escape("--offload-modules lists 'fused_group_mlp' and 'moe_act', but no layer has both")
     ):
         default_tags().check(["moe_act", "fused_group_mlp"])
 

@@ -28,7 +28,7 @@ def test_an_invalid_size_text_is_rejected_with_flag_value_and_units(text):
     with pytest.raises(ConfigError) as caught:
         parse_bytes(text, name="--offload-window")
     assert str(caught.value) == (
-        f"--offload-window {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as its unit, for example 60GiB."
+        f"--offload-window {text!r} is not a size. Use B, KiB, MiB, GiB, TiB or GB as the unit, for example 60GiB."
     )
 
 

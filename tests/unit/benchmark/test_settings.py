@@ -64,7 +64,7 @@ def test_a_budget_setting_without_a_plan_has_no_flags():
         ("te-layers", "Use, for example, te-layers:3."),
         ("plan", "Use, for example, plan:plan.json."),
         ("baseline:much", "is not a valid baseline setting. Use, for example, baseline."),
-        ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is outside 0 to 1"),
+        ("ours:expert_fc1@2", "'ours:expert_fc1@2': --activation-offload-fraction 2.0 is not between 0 and 1"),
         ("baseline~delay", "a fraction (@), ~delay and recompute (/) need megatron or ours with modules."),
         ("ours:expert_fc1~dela", "'ours:expert_fc1~dela' is not a setting"),
         ("ours:attn_proj", "'attn_proj' needs 'core_attn': both save"),

@@ -44,7 +44,7 @@ def test_without_a_gpu_its_rows_are_skipped_and_the_others_checked(tmp_path):
     skipped = ["GPUs", "link to the host", "copy rates", "CPUs near the GPU", "attention kernel", "cuDNN"]
     assert [name for name, row in rows.items() if row.status is Status.SKIPPED] == skipped
     assert {rows[name].found for name in skipped} == {"torch finds no usable GPU"}
-    assert rows["pinned memory"].found == "not tested, since it requires a GPU"
+    assert rows["pinned memory"].found == "not tested, because the test requires a GPU"
     assert rows["host memory"].status is Status.OK
 
 
