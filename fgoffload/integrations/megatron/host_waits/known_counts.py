@@ -7,7 +7,7 @@ This wait ends its lead, so the device may run out of queued kernels.
 
 [Note: Known counts]
 So we store the counts of a checkpointed forward, and its recompute uses them at once. The recompute still requests its own
-counts, but does not wait for them. When these arrive, we compare them with the stored counts, and raise an error if they differ.
+counts, but does not wait for them. When these arrive, we compare them with the stored ones, and raise an error if they differ.
 A difference means that the router chose differently in the recompute, so gradients would be wrong even without this reuse.
 
 Only the first dispatcher of a checkpoint reuses counts. Later dispatchers depend on the combine of the experts' outputs. Unless
