@@ -40,11 +40,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": f"bytes to reload ahead of backward (default {format_bytes(DEFAULT_PREFETCH_BYTES)})",
     },
 }
-"""Arguments of `add_argument`, by flag."""
+"""Arguments for `add_argument`, by flag."""
 
 
 def add_fine_grained_offload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of fine-grained activation offload to `parser`, and return it.
+    """Add the flags of fine-grained activation offload to `parser`, and return the parser.
 
     Megatron-LM accepts this function as `extra_args_provider`. Flags that the parser already has are skipped. Pass the parsed
     flags to `OffloadConfig.from_flags`.

@@ -1,7 +1,7 @@
-"""Frees the autograd graph that token dispatchers hold between microbatches, and detects how they permute.
+"""Frees the autograd graph that token dispatchers hold between microbatches, and detects how they permute tokens.
 
 A dispatcher keeps the routing probabilities of its last forward in an attribute, and the probabilities keep their graph alive.
-If a checkpoint recomputed that forward, the graph starts at a leaf: a copy of the layer's input, with its gradient. Both would
+If a checkpoint recomputed that forward, the graph starts at a leaf: a copy of the layer's input, with its gradient. They would
 stay on the GPU until the layer's next forward: 2sbh elements per recomputed MoE layer (s: sequence, b: batch, h: hidden).
 
 Source: `dispatch_preprocess` of megatron-core 0.16.1; memory measured on an H200 between two steps (docs/decisions.md).
@@ -20,12 +20,12 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 
 DISPATCHERS = "megatron.core.transformer.moe.token_dispatcher"
 _LAST_METHOD = "combine_postprocess"
-"""Dispatcher method that forward calls last. Nothing reads the dispatcher's attributes after it."""
+"""Dispatcher method that forward calls last. Nothing reads the dispatcher's attributes after that call."""
 
 
 @functools.cache
 def permutes_by_mask() -> bool:
-    """Return whether the unfused permutation calls `masked_select`, which synchronizes the host. Since 0.17, it sorts."""
+    """Return whether the unfused permutation calls `masked_select`, which blocks the host. Since 0.17, it sorts instead."""
     permute = inspect.unwrap(load_module("megatron.core.transformer.moe.moe_utils").permute)
     return "masked_select" in permute.__code__.co_names
 

@@ -114,7 +114,7 @@ def _find_ending_block(model: Any) -> Any:
     """Return the last block of `model` before the loss, or None if other pipeline stages follow."""
     if not getattr(model, "post_process", False):
         return None
-    multi_token = getattr(model, "mtp", None)  # runs after the decoder, if this stage has it
+    multi_token = getattr(model, "mtp", None)  # an MTP block runs after the decoder
     return model.decoder if multi_token is None else multi_token
 
 
@@ -220,7 +220,7 @@ def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[st
         # In an MTP depth, one checkpoint covers all layers.
         begins = index == 0 if getattr(stack, "is_mtp_layer", False) else index % layers == 0
     else:
-        begins = index < layers and hasattr(stack, "pre_process")  # MTP blocks, which are stacks too, lack it
+        begins = index < layers and hasattr(stack, "pre_process")  # MTP blocks are stacks without `pre_process`
     return (LAYER_INPUT,) if begins else ()
 
 

@@ -60,7 +60,7 @@ def read_facts(config: Any) -> dict[str, int | str]:
 
 
 def _count_parameter_bytes(config: Any) -> int:
-    # `bf16` and `fp16` override `params_dtype`, because Megatron's wrapper converts the model to their type.
+    # `bf16` and `fp16` override `params_dtype`, because Megatron's wrapper converts the model to that type.
     if getattr(config, "bf16", False) or getattr(config, "fp16", False):
         return 2
     return int(getattr(config, "params_dtype", torch.float32).itemsize)
@@ -105,7 +105,7 @@ def list_accepted(tags: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _is_accepted(tag: str) -> bool:
-    """Return whether Megatron's config accepts `tag`. Creates a tiny config, because only its validation lists the tags."""
+    """Return whether Megatron's config accepts `tag`. Tries a tiny config, whose validation checks the tag."""
     config_class = load_module(CONFIG_MODULE).TransformerConfig
     check = inspect.unwrap(config_class.__post_init__)  # Megatron's own method, even if `set_flags` has wrapped it
     probe = type("Probe", (config_class,), {"__post_init__": check})

@@ -27,7 +27,7 @@ _Context = contextlib.AbstractContextManager[object]
 
 
 class Holding:
-    """Context manager that delays the offload of groups that end inside it. All layers share one, because they do not nest."""
+    """Context manager that delays the offload of groups that end inside it. Layers do not nest, so all share one manager."""
 
     def __init__(self, submit: Callable[[], None]) -> None:
         self._submit = submit
@@ -90,7 +90,7 @@ class MegatronOffload:
         self._is_first_step_over = False
         self._balance = RankBalance(self.actions, delta_bytes=config.delta_offload_bytes_across_pp_ranks)
         self._max_warned_microbatches = 0
-        """Largest number of microbatches per step that was warned about so far."""
+        """Largest number of microbatches per step in any warning so far."""
 
     def __repr__(self) -> str:
         hint = ": without Megatron's schedules, call finish_step() after backward" if self.microbatches_begun else ""
@@ -102,7 +102,7 @@ class MegatronOffload:
         """Restore Megatron's symbols, and free all memory that no autograd graph needs. A second call does nothing."""
         try:
             if self.measurement is not None:
-                self.measurement.close()  # before `_undo`, because its wrappers enclose those that `_undo` removes
+                self.measurement.close()  # first, because these wrappers enclose those that `_undo` removes
             self._undo()
         finally:
             self._open.clear()
@@ -218,7 +218,7 @@ class MegatronOffload:
         return self.measurement is not None and self.measurement.is_recording
 
     def _find_watched(self) -> Watched:
-        # Observers need every save of the layer, with its place.
+        # Observers need every save of the layer, with its `Place`.
         return Watched.LAYER if self.engine.observers else self.actions.find_watched(self.chunk, self.layer)
 
     def leave_block(self, block: torch.nn.Module) -> None:
@@ -262,7 +262,7 @@ class MegatronOffload:
         return region
 
     def open_region(self, tag: str) -> Region | CapturedRegion | None:
-        """Open a region as `find_region` does, for calls that end it by its tag. See `end_region`."""
+        """Open a region as `find_region` does, for callers that end the region by its tag. See `end_region`."""
         region = self.find_region(tag)
         if region is not None:
             self._open[tag] = region

@@ -153,7 +153,7 @@ def _enter(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor) -> S
 
 
 def find_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return a call's first tensor argument, or an empty tensor. In Megatron's modules, it holds the hidden states."""
+    """Return a call's first tensor argument (in Megatron's modules, the hidden states), or an empty tensor."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             return value

@@ -36,7 +36,7 @@ class LayerSites:
 
 
 class SiteActions:
-    """Actions for the sites of this rank: from the user's `plan` or, without one, for a `fraction` of the sites of each chunk.
+    """Actions for this rank's sites: those in the user's `plan`, or offload for a `fraction` of each chunk's sites.
 
     `selected` are the tags whose tensors may be offloaded.
     """

@@ -103,13 +103,13 @@ class AutoOffload(StepMeasurement):
         self._first_tried: TriedStep | None = None
         """First plan of a trial, once its steps are timed."""
         self._checked_peaks: Mapping[int, int] = {}
-        """Peak of the first step under the plan in use, by pipeline rank; empty if it was not checked."""
+        """Peak of the first step under the plan in use, by pipeline rank; empty if that step was not checked."""
         self._is_offloaded = False
         """Whether the current layer of the measured forward is offloaded."""
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Make a plan after a measured step. Make another if this step or the last one exceeds the plan.
+        """Make a plan after a measured step. Make another plan if this step or the last one exceeds the plan in use.
 
         Raises:
             PlanError: No plan fits the budget. All processes raise it.
@@ -168,7 +168,7 @@ class AutoOffload(StepMeasurement):
     # Planning.
 
     def _exchange(self) -> OffloadError | None:
-        """Gather the measurements of all processes. If one failed, return the error. Collective."""
+        """Gather the measurements of all processes. If any process failed, return the error. Collective."""
         own: ProcessMeasurement | OffloadError
         try:
             own = self._take_measurement()
@@ -254,7 +254,7 @@ class AutoOffload(StepMeasurement):
         self._checked_peaks = {}
         self.apply(planned.plan)
         if self._memory is not None:
-            self._memory.take_peak()  # resets the peak, so that the next one belongs to this plan
+            self._memory.take_peak()  # resets the peak, so that the next peak belongs to this plan
 
     def _evaluate_last_step(self, planned: PlannedStep, call: ScheduleCall) -> None:
         """Time and check the step before `call`, which ran under a plan."""

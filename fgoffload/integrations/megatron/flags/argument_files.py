@@ -7,10 +7,10 @@
     torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}"
 
 The flags are the words after the Python script in the last command that runs one. In a file without such a command, the flags
-are the words of all arrays, and of strings that begin with a flag. Supported are assignments, arrays, `+=`, `export`, quotes,
-variables with defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything else, such
-as `source` and loops, is skipped. One warning lists skipped commands, and branches that depend on an unassigned variable. An
-unassigned variable is left as written, but counts as empty in a condition.
+are the words of all arrays, and of strings that begin with a flag. This module supports assignments, arrays, `+=`, `export`,
+quotes, variables with defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything
+else, such as `source` and loops, is skipped. One warning lists skipped commands, and branches that depend on an unassigned
+variable. An unassigned variable is left as written, but counts as empty in a condition.
 """
 
 import itertools

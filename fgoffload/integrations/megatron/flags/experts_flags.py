@@ -1,4 +1,4 @@
-"""Derives the planner's shape of experts and router from Megatron's flags."""
+"""Derives the planner's shapes of the experts and the router from Megatron's flags."""
 
 import contextlib
 import dataclasses

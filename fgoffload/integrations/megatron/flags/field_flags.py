@@ -35,11 +35,11 @@ _NEAREST_CUTOFF = 0.75
 """Minimum similarity of a suggested flag, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`, which argparse would treat as flags. It accepts only numbers such as `-.5`."""
+"""Matches values such as `-1e-3` and `-1MiB`, which argparse would treat as flags. argparse accepts only `-.5` and the like."""
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer for argparse. Unlike `int`, this rejects `_`, blanks and more than 100 digits."""
+    """Parse an integer for argparse. Reject `_`, blanks and more than 100 digits, which `int` accepts."""
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use one, for example 4.")
     return int(text)
@@ -96,7 +96,7 @@ def one_of(choices: Collection[str]) -> Callable[[str], str]:
 
     def choice(text: str) -> str:
         if text not in choices:
-            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.8)  # bf16 is not a typo of fp16
+            near = difflib.get_close_matches(text, choices, n=1, cutoff=0.8)  # bf16 is not a typo for fp16
             hint = f" Did you mean {near[0]}?" if near else ""
             raise argparse.ArgumentTypeError(f"{text!r} is not supported.{hint} Use one of: {', '.join(choices)}.")
         return text
@@ -115,7 +115,7 @@ def size_pair(text: str) -> tuple[int, int]:
 class FlagParser(argparse.ArgumentParser):
     """Parses flags from a file or a command line. Raises ConfigError instead of printing or exiting.
 
-    Errors begin with `source`, see `add_source`. Typo suggestions include flags in `known_elsewhere`, which other code parses.
+    Errors begin with `source` (see `add_source`). Typo suggestions include flags in `known_elsewhere`, which other code parses.
     """
 
     def __init__(self, *, source: str, known_elsewhere: Collection[str] = ()) -> None:
@@ -143,7 +143,7 @@ class FlagParser(argparse.ArgumentParser):
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def find_nearest(self, flag: str) -> str | None:
-        """Return the known flag most similar to `flag`, or None. Among flags about equally similar, prefer fgoffload's own."""
+        """Return the known flag most similar to `flag`, or None. Among about equally similar flags, prefer fgoffload's own."""
         known = (*self._option_string_actions, *self._known_elsewhere)
         near = difflib.get_close_matches(flag, known, n=2, cutoff=_NEAREST_CUTOFF)
         scores = {one: difflib.SequenceMatcher(None, one, flag).ratio() + 0.05 * (one in DECIDED_BY_PLAN) for one in near}

@@ -89,7 +89,7 @@ _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefet
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
     """Return a parser for the flags that a plan depends on. Absent flags set no value.
 
-    Errors begin with `source`, see `add_source`. Typo suggestions include `own_flags`, which other code parses.
+    Errors begin with `source` (see `add_source`). Typo suggestions include `own_flags`, which other code parses.
     """
     parser = FlagParser(source=source, known_elsewhere=(*WITHOUT_EFFECT, *own_flags))
     shared: dict[str, dict[str, Any]] = {

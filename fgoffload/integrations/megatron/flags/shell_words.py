@@ -278,7 +278,7 @@ def _scan_text(text: str, source: str) -> Word:
 
 
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Evaluate integer arithmetic. Return text that cannot be evaluated as written."""
+    """Evaluate integer arithmetic. Return text unchanged if it cannot be evaluated."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
         return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))

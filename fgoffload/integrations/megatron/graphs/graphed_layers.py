@@ -3,10 +3,10 @@
 Transformer Engine captures one graph for each layer and microbatch. Megatron calls the layer's `_te_cuda_graph_capture` to warm
 up and to capture. In later steps, Megatron calls `_te_cuda_graph_replay`, which runs neither the `forward` nor the hooks of
 captured modules. Modules after the graph, such as experts, run in Python, and their saved tensors are offloaded as usual. Saved
-tensors of captured modules are offloaded through staging slots, see [Note: Staging] in `fgoffload/engine/staging.py`.
+tensors of captured modules are offloaded through staging slots (see [Note: Staging] in `fgoffload/engine/staging.py`).
 
-A full-iteration graph contains forward and backward of all microbatches and the engine's copies, see
-`OffloadEngine.capture_step`. A replay runs no Python, so statistics end with the captured step.
+A full-iteration graph contains forward and backward of all microbatches and the engine's copies (see
+`OffloadEngine.capture_step`). A replay runs no Python, so statistics end with the captured step.
 
 Source: `FullCudaGraphWrapper`, `GraphableMegatronModule` and `TransformerLayer` of megatron-core 0.16.1 to 0.19.2.
 """

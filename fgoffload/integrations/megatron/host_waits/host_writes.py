@@ -31,15 +31,15 @@ def write_to_host(tensor: torch.Tensor) -> torch.Tensor | None:
 class HostPages:
     """Pages of pinned memory for small tensors that kernels write to the host. Each tensor gets the next piece of a page.
 
-    Use it for tensors that every layer writes while the device waits for the host. Pinning memory, mapping it and recording an
-    event for each tensor would take the host several times as long as the kernel launch.
+    The pages are for tensors that every layer writes while the device waits for the host. Pinning memory, mapping it and
+    recording an event for each tensor would take the host several times as long as the kernel launch.
     """
 
     def __init__(self) -> None:
         self._pages: dict[tuple[torch.dtype, torch.device], _Page] = {}
         """Current page, by type and device."""
         self._full: collections.deque[tuple[torch.Tensor, list[torch.cuda.Event]]] = collections.deque()
-        """Full pages, with events that show when kernels have written them. PyTorch's allocator of pinned memory does not track
+        """Full pages, with events that show when kernels have written them. PyTorch's pinned-memory allocator does not track
         these kernels, so it would reuse the pages too early."""
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor | None:
@@ -129,7 +129,7 @@ def _write(tensor: torch.Tensor, mapped: torch.Tensor) -> None:
 
 
 class _MappedMemory:
-    """Exposes pinned host memory to the device at the same address. With unified addressing, both addresses are equal."""
+    """Exposes pinned host memory to the device at its host address, which unified addressing makes valid on the device."""
 
     def __init__(self, host: torch.Tensor) -> None:
         self._host = host

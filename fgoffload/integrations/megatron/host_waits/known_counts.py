@@ -1,14 +1,14 @@
 """Reuses the token counts of a forward in its recompute, so that the host does not wait for them a second time.
 
 A token dispatcher synchronizes on the token counts, because only the device has the sizes of the experts' inputs. Forward
-cannot avoid this. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts, so the host
-already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device. This wait
-ends its lead, so the device may run out of queued kernels.
+cannot avoid the synchronization. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts,
+so the host already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device.
+This wait ends its lead, so the device may run out of queued kernels.
 
 [Note: Known counts]
 So we store the counts of a checkpointed forward, and its recompute uses them at once. The recompute still requests its own
-counts, but does not wait for them. We compare both when the requested counts arrive, and raise an error if they differ. A
-difference means that the router chose differently in the recompute, so the gradients would be wrong even without this reuse.
+counts, but does not wait for them. When these arrive, we compare them with the stored ones, and raise an error if they differ.
+A difference means that the router chose differently in the recompute, so gradients would be wrong even without this reuse.
 
 Only the first dispatcher of a checkpoint reuses counts. Later dispatchers depend on the combine of the experts' outputs. Unless
 fused permutation or deterministic algorithms are on, the combine adds with atomics, and a recompute may differ in the last bit.
@@ -35,7 +35,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 from fgoffload.integrations.megatron.recompute.layer_inputs import BLOCK_MODULE, PARALLEL, RECOMPUTE_MODULE
 
 _TE_USERS = ("megatron.core.transformer.moe.moe_layer", BLOCK_MODULE, RECOMPUTE_MODULE)
-"""Modules that import Transformer Engine's checkpoint by name, for quantized layers. The last one exists since 0.18."""
+"""Modules that import Transformer Engine's checkpoint by name, for quantized layers. The last one was added in 0.18."""
 
 
 class _StoredCounts:

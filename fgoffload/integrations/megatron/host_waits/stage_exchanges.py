@@ -67,7 +67,7 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes of the previous and next stage.
+    """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes from both neighbours.
 
     Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the shapes to the
     device and to the host, without the copy engines. `NO_SHAPE` stands for a missing tensor.
@@ -107,7 +107,7 @@ def _write_shape(tensor: torch.Tensor | None, device: torch.device) -> torch.Ten
         return None
     buffer = _make_buffer(device)
     for index, size in enumerate(tensor.shape):
-        buffer[index].fill_(size)  # the size is an argument of the kernel; a list would need a copy
+        buffer[index].fill_(size)  # the size is a kernel argument; a list would need a copy
     return buffer
 
 

@@ -64,11 +64,11 @@ def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
     wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
     require_symbol(_ROTARY, _ROTARY_METHOD)
-    # The development branch uses the lengths on the device. It waits only if its caller does not pass the maximum length.
+    # The development branch uses the lengths on the device. The host waits only if no maximum length is passed.
     if "max_seqlen" not in inspect.signature(getattr(load_module(_ROTARY), _ROTARY_METHOD)).parameters:
         wrap_symbol(patches, _ROTARY, _ROTARY_METHOD, _apply_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))
-    KnownCounts().wrap(patches)  # outermost, to store the counts of both Megatron's copy and ours
+    KnownCounts().wrap(patches)  # outermost, to store counts from both Megatron's copy and ours
 
 
 def has_wait(layer: Any) -> bool:

@@ -7,7 +7,7 @@ Megatron calls `flush_delayed_groups` after the graph launch. Megatron's own eng
 host (see [Note: Staging] in `fgoffload/engine/staging.py`). So these methods do nothing, and graphs run on the current stream.
 
 Megatron's own engine resizes the storages in `forced_released_tensors` to 0 bytes. Ours never resizes a storage that may still
-be referenced elsewhere. Its memory is freed with the last reference.
+be referenced elsewhere. The memory of such a storage is freed with its last reference.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Calls:
         """Number of microbatches begun before offload was disabled, by chunk."""
 
     def disable(self) -> None:
-        """Disable offload during the warm-up of a CUDA graph, which does not belong to a step."""
+        """Disable offload during the warm-up of a CUDA graph. The warm-up does not belong to a step."""
         if self.is_enabled:
             self._begun = dict(self.get_offload().microbatches_begun)
         self.is_enabled = False

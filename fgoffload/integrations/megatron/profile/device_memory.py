@@ -54,8 +54,8 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
     """Check, before the first step, that the budget exceeds the static memory of every rank. All ranks must call this.
 
-    `static_bytes` are this process's allocated bytes, such as weights and gradients. All ranks raise PlanError if any has too
-    many.
+    `static_bytes` are this process's allocated bytes, such as weights and gradients. All ranks raise PlanError if any rank's
+    bytes reach the budget.
     """
     largest_bytes = max(gather(static_bytes))
     if largest_bytes >= budget_bytes:

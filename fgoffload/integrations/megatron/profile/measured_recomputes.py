@@ -136,7 +136,7 @@ class UnitBuilder:
         )
 
     def _is_passed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
-        """Return whether the storage is an input of the module `until`, or a contiguous copy of an input."""
+        """Return whether the storage is an input to the module `until`, or a contiguous copy of an input."""
         if next(iter(saved.tags), None) != until:
             return False
         record = self.run.modules.get(until)

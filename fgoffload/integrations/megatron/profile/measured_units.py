@@ -3,8 +3,8 @@
 [Note: Bitwise identical units]
 A checkpoint first sums the gradients of its input, and then passes on the sum. If other modules use that input too, a step
 without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
-unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` recomputes within the graph of
-the original forward, which is always bitwise identical. With FP8, units use Megatron's checkpoints instead of `reruns.py`.
+unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` uses the graph of the original
+forward, so its results are always bitwise identical. With FP8, units use Megatron's checkpoints instead of `reruns.py`.
 """
 
 import dataclasses
@@ -83,7 +83,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Add hooks that record these modules, and return the handles. `get_recorder` must return None outside measured steps."""
+    """Add hooks that record the `watched` units. Return the handles. `get_recorder` must return None outside measured steps."""
     handles = []
     for unit in watched:
         begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))

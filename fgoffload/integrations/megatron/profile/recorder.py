@@ -33,14 +33,14 @@ _STALL_S = 2e-3
 """Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
 
 STALLED_MICROBATCHES = 3
-"""Number of stalled microbatches per chunk. Only their times count. The first is a warm-up, which counts if it is alone."""
+"""Number of stalled microbatches per chunk. Only their times count. The first is a warm-up, and counts only if it is alone."""
 
 FIRST, LAST = "first", "last"
 """Names of the segments before and after the layers of a model chunk."""
 
 
 class RecordedHandle(KeptHandle):
-    """Handle of a tensor saved in a measured step: the inner handle and the segment. Without `saving`, it stays on the GPU."""
+    """Inner handle and segment of a tensor saved in a measured step. Without `saving`, the tensor stays on the GPU."""
 
     __slots__ = ("handle", "saving", "segment")
 

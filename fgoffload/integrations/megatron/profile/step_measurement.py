@@ -1,6 +1,6 @@
 """Measures a training step of one rank in Megatron-Core's schedules.
 
-A recorded step neither offloads nor recomputes. Its results are bitwise identical to those of a step without recording.
+A recorded step recomputes nothing, and offloads only layers that exceed `auto`'s budget. Its results are bitwise identical.
 """
 
 import contextlib

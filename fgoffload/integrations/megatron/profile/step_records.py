@@ -103,7 +103,7 @@ class Run:
     storages: dict[int, StorageRef] = dataclasses.field(default_factory=dict)
 
     def name_storage(self, tensor: torch.Tensor) -> int:
-        """Return the storage key of `tensor`, its address. The run keeps a weak reference, so no other storage gets the key."""
+        """Return the address of `tensor`'s storage as its key. A weak reference keeps other storages from getting the key."""
         storage = StorageRef(tensor)
         return self.storages.setdefault(storage.key, storage).key
 

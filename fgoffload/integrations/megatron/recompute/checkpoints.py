@@ -1,8 +1,8 @@
-"""Offloads the inputs of Megatron's `CheckpointWithoutOutput`, and replaces its recompute if a plan recomputes.
+"""Offloads the inputs of Megatron's `CheckpointWithoutOutput`, and replaces its recompute under a plan.
 
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
-refills them in backward. For a plan, `reruns.py` does this instead, and results are bitwise identical to training without
-recompute. We do not replace it for Megatron's own recompute flags, or with FP8, where it also restores the scaling.
+refills them in backward. For a plan, `reruns.py` recomputes instead, and results are bitwise identical to training without
+recompute. We do not replace it for Megatron's own recompute flags, or with FP8, where the checkpoint also restores the scaling.
 
 [Note: Inputs of CheckpointWithoutOutput]
 The checkpoint saves detached aliases of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
@@ -96,7 +96,7 @@ def save_inputs(original: Any, ctx: Any, run_function: Any, checkpoint: Any, *ar
     """
     outputs = original(ctx, run_function, checkpoint, *args)
     inputs = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    saved = ctx.to_save or ()  # torch reads it after forward
+    saved = ctx.to_save or ()  # torch reads `to_save` after forward
     # Some versions also save None. If a version saves other tensors, they are not replaced, which only costs memory.
     if sum(isinstance(tensor, torch.Tensor) for tensor in saved) == len(inputs):
         remaining = iter(inputs)

@@ -178,8 +178,8 @@ class _PartialForward:
 
         result = run_in_site(offload, self._part.until_tag, outputs[0], use)
         rerun.empty_outputs()
-        # This runs after all hooks of the submodule's output, even those added later. One of them may recompute the norm before
-        # a dense MLP. That recompute restores the input of the first part, so it must run first.
+        # This runs after all hooks on the submodule's output, even those added later. One of them may recompute the norm
+        # before a dense MLP. That recompute restores the input of the first part, so it must run first.
         node = torch.autograd.graph.get_gradient_edge(find_tensor(as_tuple(result), {})).node
         node.register_prehook(lambda gradients: rerun.run())
         return result

@@ -219,7 +219,7 @@ class OpenReruns(weakref.WeakSet[Rerun]):
     """Reruns whose outputs forward still uses, such as those of a layer's norm and its attention."""
 
     def find_outputs(self) -> Mapping[int, Output]:
-        """Return the outputs in use, by storage key. Empty if saved-tensor hooks must do nothing here."""
+        """Return the outputs in use, by storage key. The result is empty if saved-tensor hooks must do nothing here."""
         return {} if is_inert() else {key: one for rerun in self for key, one in rerun.outputs_in_use.items()}
 
 
