@@ -81,7 +81,7 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
 
 
 def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> tuple[bool, ...]:
-    """Return whether `tag`, on this rank: has a site, offloads one, has a fused module, saved a tensor, offloaded bytes."""
+    """Return facts about `tag` on this rank: has a site, offloads one, has a fused module, saved a tensor, offloaded bytes."""
     own = [action for site, action in actions.items() if site.tag == tag]
     stats = step.tags.get(tag)
     has_saved = stats is not None and stats.saved_tensors > 0
