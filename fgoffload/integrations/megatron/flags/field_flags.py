@@ -35,7 +35,7 @@ _NEAREST_CUTOFF = 0.75
 """Minimum similarity of a suggested flag, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`, which argparse would treat as flags. Alone, it accepts only numbers such as `-.5`."""
+"""Matches values such as `-1e-3` and `-1MiB`, which argparse, unlike `-5`, would treat as flags."""
 
 
 def whole_number(text: str) -> int:
