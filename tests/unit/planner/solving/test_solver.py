@@ -8,9 +8,13 @@ import pytest
 from support.toy_ranks import make_toy_layer, make_toy_rank
 
 from fgoffload import BudgetError, ConfigError, OffloadPlan, PlanError
+from fgoffload.planner.ranks.rank_model import LinkModel
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.simulation.simulator import simulate
+from fgoffload.planner.solving.megatron_flags import list_baselines
+from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.solver import find_least_budget, solve, solve_leaving_free, sweep
+from fgoffload.planner.solving.states import read_plan
 from fgoffload.transfer_schedule import TransferPolicy
 
 
@@ -44,6 +48,15 @@ def test_everything_is_kept_if_it_fits_into_the_budget():
     everything = solve([rank], budget_bytes=kept.peak_bytes)
     assert (everything.plan.actions, everything.result) == ({}, kept)
     assert {decision.reason for decision in everything.decisions} == {"everything fits"}
+
+
+@pytest.mark.parametrize("rate", [1.0, 1e9])
+def test_flags_that_cost_nothing_need_no_sweep(rate):
+    rank = make_toy_rank(link=LinkModel(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, duplex_bytes_per_s=rate))
+    search = RankSearch(rank, loss_window_bytes=None)
+    nearest = read_plan(list_baselines([rank])["offload everything"].make_plan([rank]), rank)
+    found = search.find(search.kept.peak_bytes - 10, nearest=nearest)
+    assert (found == nearest) == (len(search.known) == 2) == (rate == 1e9)  # 2: the baseline and the flags
 
 
 def test_an_infeasible_budget_is_reported_with_rank_bytes_op_and_fix():
