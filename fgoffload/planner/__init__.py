@@ -10,12 +10,12 @@
 | `model` | model shapes and parallel sizes | `model_shape`, `parallelism`, `huggingface` |
 | `operations` | operations of a layer, independent of the device | `ops`, `attention_ops`, `mlp_ops` |
 | `memory` | bytes of saved tensors, temporaries and static memory | `saved_bytes`, `static_memory` |
-| `timing` | times, from a device's peaks or from measurements | `hardware`, `op_times`, `profile` |
+| `timing` | times, from a device's peak rates or from measurements | `hardware`, `op_times`, `profile` |
 | `simulation` | step time, peak memory and waits under a plan | `simulator`, `layer_choice`, `timeline` |
 | `solving` | search for a plan, and the baselines | `solver`, `megatron_flags` |
 
-Imports point one way: `timing` uses `memory`, `memory` uses `operations`, and `operations` uses `model`. `model_ranks` builds
-`ranks` from all four. `simulation` uses only `ranks`, and `solving` uses `simulation` and `ranks`.
+Imports point one way: `timing` uses `memory`, `memory` uses `operations`, and `operations` uses `model`. `model_ranks` uses
+all four to build the models in `ranks`. `simulation` uses only `ranks`, and `solving` uses `simulation` and `ranks`.
 """
 
 from fgoffload.planner.entry import PlanReport, plan

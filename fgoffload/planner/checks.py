@@ -9,7 +9,7 @@ LARGEST_SIZE = 10**8
 """Maximum number of channels, heads, experts, tokens, sequences or ranks. Products of larger numbers overflow in the solver."""
 
 SLOWEST_PER_S, FASTEST_PER_S = 1e6, 1e21
-"""Allowed range of bytes or operations per second, far wider than real devices need. Outside, times overflow or underflow."""
+"""Allowed range of bytes or operations per second, far wider than devices need. Outside it, times overflow or underflow."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:

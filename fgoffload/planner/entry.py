@@ -71,7 +71,7 @@ def plan(
 
     Raises:
         ConfigError: An argument is invalid, or the device lacks a rate that the prediction needs.
-        PlanError: No plan fits. The message lists the rank, the bytes it lacks, and the smallest budget that has a plan.
+        PlanError: No plan fits. The message names a rank, how far it exceeds the budget, and the smallest budget with a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)

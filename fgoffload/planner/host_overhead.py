@@ -4,7 +4,7 @@
 Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
 each offloaded group adds CPU work. If token dispatchers synchronize in each layer, that delay is on the critical path. It
 differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
-steps. We fit one number to all of them, the fraction by which copies slow compute. This fraction also sets the delay per group,
+steps. We fit one number to all steps, the fraction by which copies slow compute. This fraction also sets the delay per group,
 through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone
 mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to
 steps under the first plan only.
@@ -29,13 +29,13 @@ LAUNCH_BOUND_SLOWDOWN = 0.1
 four runs of W2 on H100s give 0.09 to 0.15 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
-"""Maximum fitted fraction by which copies slow compute. Steps that imply more were slow for other reasons."""
+"""Maximum fitted fraction by which copies slow compute. Steps that imply a larger one were slow for other reasons."""
 
 LEAST_EFFECT = 0.025
 """The fit uses a step only if `MOST_SLOWDOWN` lengthens the step by at least this fraction of the baseline step. In a step with
 few copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
-_PRECISION = 1e-3  # precision of the fit, which changes a plan's step time by about 0.1%
+_PRECISION = 1e-3  # tolerance of the fitted fraction; a plan's step time changes by about 0.1%
 
 
 class HostGuess(enum.Enum):
@@ -114,5 +114,5 @@ def _is_sensitive(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
 
 
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return `ranks` that cancel unfinished offloads at the loss, as measured steps do, unless a plan overrides it."""
+    """Return `ranks` that cancel unfinished offloads at the loss, as measured steps do, unless a plan sets a limit."""
     return [dataclasses.replace(rank, turn=Turn.CANCEL) for rank in ranks]

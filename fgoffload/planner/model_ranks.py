@@ -45,7 +45,7 @@ class Assumptions:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation, in bytes
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements that a group must save in a storage to offload it. Otherwise, the storage stays on the GPU."""
+    """A group offloads a storage only if it saves at least this many of its elements; otherwise it stays on the GPU."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution options of layers. `build_ranks` overrides the context parallel size, expert overlap and attention window."""
     graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture

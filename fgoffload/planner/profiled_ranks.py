@@ -62,5 +62,5 @@ def _find_missing_s(profile: Profile, planned: Pipeline) -> float:
 
 
 def _count_passes(pipeline: Pipeline) -> int:
-    """Return the number of consecutive forwards in a step, including the pipeline fill."""
+    """Return the length of a step in forwards, including the pipeline fill."""
     return pipeline.microbatches * pipeline.chunks + pipeline.stages - 1

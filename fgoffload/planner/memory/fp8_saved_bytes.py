@@ -24,7 +24,7 @@ _MXFP8_BLOCK_ROWS = 32  # rows that share a scale
 
 
 def count_input_bytes(recipe: Fp8Recipe | None, *, rows: int, channels: int) -> int:
-    """Return the bytes that a linear saves of its input `[rows, channels]`."""
+    """Return the bytes that a linear saves for its input `[rows, channels]`."""
     elements = rows * channels
     if recipe is None:
         return BF16 * elements

@@ -85,7 +85,7 @@ def _list_rest_of_projection(shape: LayerShape) -> tuple[tuple[SavedTensor, ...]
         if shape.num_query_groups == shape.num_attention_heads:
             # Attention reads all three views in place, so it saves the whole storage even without recompute.
             return (), 0
-        # A group's heads are adjacent but the groups are not, so attention copies only the query.
+        # A group's heads are adjacent but the groups are not, so the reshape before attention copies only the query.
         views = sizes.key + sizes.value
     rest = SavedTensor(name="rest of the projections' output", tags=("core_attn",), size_bytes=sizes.query_key_value - views)
     return (rest,), views

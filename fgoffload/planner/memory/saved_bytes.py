@@ -50,7 +50,7 @@ def count_bytes(shape: LayerShape, tags: Iterable[str]) -> int:
 
 
 def count_norm_statistics(shape: LayerShape, rows: int | None = None) -> int:
-    """Return the bytes of a norm's statistics per token in fp32: the inverse deviation, 4sb/t, and the mean in LayerNorm."""
+    """Return the bytes of a norm's statistics per token in fp32: inverse standard deviation, 4sb/t, and LayerNorm's mean."""
     return (2 if shape.normalization == "LayerNorm" else 1) * FP32 * (shape.tokens if rows is None else rows)
 
 

@@ -89,7 +89,7 @@ class StaticMemory:
 
     @property
     def total_bytes(self) -> int:
-        """Sum of all fields."""
+        """All static device bytes, including the reserve."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
 
@@ -143,8 +143,8 @@ def count_output_bytes(model: ModelShape, parallelism: Parallelism) -> OutputByt
     layer of multi-token prediction has its own loss; all losses run forward before the first runs backward.
 
     Source: tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py and models/gpt/gpt_model.py of megatron-core
-    0.16.1; triton/cross_entropy.py of Transformer Engine 2.18; earlier versions overwrote the logits instead. Not measured on a
-    GPU.
+    0.16.1; triton/cross_entropy.py of Transformer Engine 2.18, whose earlier versions overwrote the logits instead. Not
+    measured on a GPU.
     """
     parallelism.check_model(model)
     tokens = model.seq_length // parallelism.context_parallel_size * parallelism.micro_batch_size

@@ -38,7 +38,7 @@ def count_extra_bytes(shape: LayerShape, execution: Execution) -> Mapping[str, E
     found = _count_attention(shape, execution)
     if shape.has_mtp_projection:
         hidden = LayerSizes(shape).hidden
-        # The projection has inputs, outputs and concatenated outputs of two norms, and its own output.
+        # The projection holds inputs, outputs and concatenated outputs of two norms, and its own output.
         found |= {
             "mtp_projection": ExtraBytes(forward=7 * hidden, backward=5 * hidden),
             "mtp_norm": ExtraBytes(forward=2 * hidden, backward=2 * hidden),
@@ -56,7 +56,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
         found["qkv_linear"] = _count_projections(shape, execution)
     else:
         found |= _count_latent(shape, shape.latent)
-    # Fused attention accumulates the query's gradient in fp32, twice the query's bytes, and one number per row and head.
+    # Fused attention accumulates the query's gradient in fp32 (twice the query's bytes) and needs one number per row and head.
     rows = FP32 * shape.shared_tokens * shape.num_attention_heads
     found["core_attn"] = ExtraBytes(
         forward=sizes.query_key_value + output + rows, backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows

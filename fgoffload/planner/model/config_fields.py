@@ -54,7 +54,7 @@ def find_window_layers(document: Mapping[str, Any]) -> list[bool] | None:
 
 
 def make_window(document: Mapping[str, Any], layers: list[bool]) -> dict[str, Any]:
-    """Return the ModelShape fields of a window of `sliding_window` tokens, or none without a window."""
+    """Return the ModelShape fields of a window of `sliding_window` tokens, or no fields if the file sets no window."""
     # Megatron does not support a window of one token.
     tokens = find_count(document, "sliding_window", least=2)
     # `sliding_window` counts the query itself; `window_tokens` counts only the tokens before it.
@@ -88,7 +88,7 @@ def find_number(document: Mapping[str, Any], name: str) -> int:
 
 
 def find_layers(document: Mapping[str, Any], name: str, layers: range) -> frozenset[int]:
-    """Return the layers in the list `name`, or no layers if it is missing or null."""
+    """Return the layers in the list `name`, or no layers if the list is missing or null."""
     numbers = document.get(name)
     if numbers is None:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Reads the `config.json` of each `model_type`, with its own fields, defaults and unmodelled parts."""
+"""Reads the `config.json` fields specific to each `model_type`. Also lists defaults and unmodelled parts."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -195,12 +195,12 @@ def _find_upper_window(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 NOT_MODELLED: Mapping[str, str] = {
-    "gemma3": "the norms after attention and MLP; a layer saves two more hidden states than predicted.",
-    "llama4": "chunked attention is modelled as a window of half a chunk, so its time is too low for sequences up to a chunk.",
+    "gemma3": "the norms after attention and MLP are not modelled; a layer saves two more hidden states than predicted.",
+    "llama4": "chunked attention is modelled as a window of half a chunk, so times are too low for sequences up to a chunk.",
     "qwen3_next": "linear attention is modelled as attention in a window of 64 tokens, without its convolution, wider "
     "projections and output gate; predicted weights, saved bytes and attention times are too low.",
-    "deepseek_v32": "the sparse attention indexer; attention counts all tokens, so its predicted time is too high beyond "
-    "index_topk tokens; without the indexer, predicted memory is slightly too low.",
+    "deepseek_v32": "the sparse attention indexer is not modelled: attention times are too high beyond "
+    "index_topk tokens, and predicted memory is slightly too low.",
     "deepseek_v4": "low-rank projections of query and output are modelled as full ones, so predicted attention times and "
     "weights are too high; hyper-connections, compressor and indexer are left out, so predicted saved bytes are too low.",
 }
@@ -308,5 +308,5 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type`, a reader of its own fields, and defaults of missing fields. None acts like null in a file:
+"""For each `model_type`, a reader of its own fields, and defaults for missing fields. None acts like null in a file:
 `num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` / heads, and other fields have no effect."""

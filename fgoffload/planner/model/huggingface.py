@@ -75,7 +75,7 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     except ConfigError as error:
         raise ConfigError(f"{path}: {name_config_fields(str(error))}") from error
     if kind in NOT_MODELLED:
-        logger.warning("%s: not modelled: %s", path, NOT_MODELLED[kind])
+        logger.warning("%s: %s", path, NOT_MODELLED[kind])
     return model
 
 

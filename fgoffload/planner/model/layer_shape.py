@@ -1,4 +1,4 @@
-"""Shape of one transformer layer on a rank, which determines the bytes that it saves for backward.
+"""Shape of one transformer layer on a rank, which determines the bytes that the layer saves for backward.
 
 Fields have Megatron's names. A layer is dense or has experts. Its attention is grouped-query or latent.
 """
@@ -56,7 +56,7 @@ class RouterShape:
     """Whether the router adds a bias to scores before top-k: `--moe-router-enable-expert-bias`. For sigmoid routers only."""
     balancing: Literal["none", "aux_loss", "seq_aux_loss"] = "none"
     """Load-balancing loss, per microbatch or per sequence; `none` if its coefficient is 0."""
-    dtype_bytes: int = 2  # bytes per element of `--moe-router-dtype`: 4 for fp32, otherwise 2 as in activations
+    dtype_bytes: int = 2  # bytes per element of `--moe-router-dtype`: 4 for fp32, otherwise 2, as for activations
 
     def __post_init__(self) -> None:
         check_choice("score_function", self.score_function, ("softmax", "sigmoid"))

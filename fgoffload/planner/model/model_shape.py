@@ -1,6 +1,6 @@
 """Shape of a whole model, before it is sharded over ranks.
 
-Fields have Megatron's names where Megatron has one. Llama 3 8B:
+Fields use Megatron's names where they exist. Llama 3 8B:
 
     >>> llama = ModelShape(
     ...     name="Llama 3 8B",
@@ -28,7 +28,7 @@ from fgoffload.planner.checks import LARGEST_SIZE, check_choice, check_count
 from fgoffload.planner.model.layer_shape import FP8_RECIPES, ExpertsShape, Fp8Recipe
 
 MOST_LAYERS = 1000
-"""Maximum number of layers. The deepest models have a few hundred, and planning this many takes less than a minute."""
+"""Maximum number of layers. The deepest models have a few hundred, and planning for the maximum takes less than a minute."""
 
 FUSED_CHANNELS = 8
 """Fused attention kernels require a multiple of this many channels per head. Source: `get_attention_backend` of Transformer
@@ -63,7 +63,7 @@ class ModelShape:
     num_attention_heads: int  # query heads
     num_query_groups: int  # key and value heads; as many as query heads in latent attention
     kv_channels: int = 0
-    """Channels of a query, key and value head; 0 in latent attention. Use `qk_channels` and `v_channels` for both kinds."""
+    """Channels of a query, key and value head; 0 in latent attention. `qk_channels` and `v_channels` cover both."""
     vocab_size: int  # rows of the embedding, including Megatron's padding: see `pad_vocab_size`
     seq_length: int  # tokens of a sequence, over all context-parallel ranks
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
@@ -71,7 +71,7 @@ class ModelShape:
     """Whether MLPs and experts use a gated activation, as with `--swiglu`, which multiplies the two halves of its input."""
     has_fused_activation: bool = True  # whether one kernel computes a gated activation: not with `--no-bias-swiglu-fusion`
     has_quick_gate: bool = False
-    """Whether `--quick-geglu` is set. Its saved bytes are known only with fusion. Experts clamp their first linears' output
+    """Whether `--quick-geglu` is set. Saved bytes are known only with fusion. Experts clamp their first linears' output
     before this gate, as in GPT-OSS."""
     has_tied_embeddings: bool = False
     """Whether embedding and output layer share weights: not with `--untie-embeddings-and-output-weights`."""

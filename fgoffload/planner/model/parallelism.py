@@ -48,7 +48,7 @@ class Parallelism:
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
     """Ranks that share each expert. Readers of Megatron's flags use Megatron's default, the tensor parallel size."""
-    data_parallel_size: int = 1  # copies of the model; experts may be spread over them
+    data_parallel_size: int = 1  # copies of the model; experts may be sharded over them
     micro_batch_size: int = 1  # sequences per microbatch
     microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
@@ -143,7 +143,7 @@ class Parallelism:
                     f"tensor_parallel_size {tensor} without has_sequence_parallel is not supported with {part}. "
                     "Use --sequence-parallel."
                 )
-        # Megatron gives each context-parallel rank two parts of the sequence, one from each end.
+        # Megatron gives each context-parallel rank two parts of the sequence, one from each half.
         pieces = tensor * (2 * context if context > 1 else 1)
         for name, size, divisor, factors in (
             ("seq_length", model.seq_length, pieces, f"tensor_parallel_size {tensor} x context_parallel_size {context}"),

@@ -39,7 +39,7 @@ class RankParameters:
 
     dense_count: int  # elements outside experts, with a copy on each data-parallel rank
     expert_count: int  # elements of experts, which have fewer copies
-    linear_count: int  # elements of both that are weights of linear layers, which have fp8 copies
+    linear_count: int  # dense and expert elements that are weights of linear layers, which have fp8 copies
 
     @property
     def count(self) -> int:
@@ -74,7 +74,7 @@ def _list_chunk(model: ModelShape, chunk: StageChunk) -> Iterator[Parameter]:
     if chunk.has_embedding or has_prediction:
         # Multi-token prediction also embeds tokens, with a copy of the first stage's weights.
         yield from _list_embedding(model)
-    # With multi-token prediction, the final norm follows the decoder's last layer, in whichever stage.
+    # With multi-token prediction, the final norm follows the decoder's last layer, in whichever stage that is.
     if model.num_layers - 1 in chunk.layers if model.mtp_num_layers else chunk.has_output:
         yield Parameter(count=_count_norm(model, model.hidden_size))
     if chunk.has_output and not (model.has_tied_embeddings and chunk.has_embedding):
@@ -130,7 +130,7 @@ def _list_latent(model: ModelShape, latent: LatentAttention) -> Iterator[Paramet
     yield _make_linear(hidden * (latent.kv_lora_rank + latent.qk_pos_emb_head_dim), Split.NONE)
     yield _make_linear(latent.kv_lora_rank * heads * (latent.qk_head_dim + latent.v_head_dim))
     if model.has_qk_norm:
-        # Norms of the up-projections' inputs. Without compression, the input for the query is the hidden states.
+        # Norms of the up-projections' inputs. Without compression, the query projection reads the hidden states.
         channels = latent.kv_lora_rank + (latent.q_lora_rank or hidden)
         yield Parameter(count=_count_norm(model, channels))
     yield from _list_attention_output(model, heads * latent.v_head_dim)

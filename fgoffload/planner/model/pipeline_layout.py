@@ -6,7 +6,7 @@ is `ttt`, `(tt|)*2` is `tt|tt|`, and commas are ignored:
     >>> parse_layout("Et|(tt|)*2,tmL")
     ('Et', 'tt', 'tt', 'tmL')
 
-Source: `PipelineParallelLayerLayout` of megatron-core 0.16.1. `tests/unit/planner/model/test_parallelism.py` compares both.
+Source: `PipelineParallelLayerLayout` of megatron-core 0.16.1. `tests/unit/planner/model/test_parallelism.py` runs both parsers.
 """
 
 import re

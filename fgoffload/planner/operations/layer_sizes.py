@@ -124,7 +124,7 @@ def count_normed_bytes(shape: LayerShape, latent: LatentShape) -> int:
 
 
 def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, Linear]:
-    """Return both linears of a sharded MLP. In a gated MLP the first one computes gate and up."""
+    """Return both linears of a sharded MLP. In a gated MLP, the first computes gate and up-projection."""
     sizes, width = LayerSizes(shape), ffn_hidden_size // shape.tensor_parallel_size
     return (
         make_linear(shape, sizes.rows, shape.hidden_size, sizes.gates * width),
@@ -133,7 +133,7 @@ def make_mlp_linears(shape: LayerShape, ffn_hidden_size: int) -> tuple[Linear, L
 
 
 def make_linear(shape: LayerShape, rows: int, inputs: int, outputs: int, *, experts: int = 0) -> Linear:
-    """Return a linear of the layer, in fp8 if the layer has a recipe."""
+    """Return a linear of the layer, in fp8 if the layer has an fp8 recipe."""
     # A tensorwise scale is computed from the tensor itself, so an additional kernel first finds the maximum.
     kernels = 0 if shape.fp8_recipe is None else 2 if shape.fp8_recipe == "tensorwise" else 1
     return Linear(rows=rows, inputs=inputs, outputs=outputs, experts=experts, quantizing_kernels=kernels)

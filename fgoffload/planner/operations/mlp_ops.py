@@ -16,17 +16,17 @@ from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, ma
 from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 
 _ROUTER_TABLES = 6
-"""Number of fp32 tensors [tokens, experts] that the router reads or writes in one direction: logits, scores, top-k choice,
-routing map, probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
+"""Number of fp32 tensors [tokens, experts] that the router reads or writes in forward, and again in backward: logits, scores,
+top-k choice, routing map, probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3  # kernels per direction. Counted in the code of Megatron-Core 0.16.1, not measured.
+_FUSED_PERMUTE_KERNELS = 3  # kernels per forward or backward. Counted in the code of Megatron-Core 0.16.1, not measured.
 
 _DISPATCHER_LAUNCHES = 80
-"""Host time of Megatron's Python code around the router, dispatcher and grouped linears, per direction, as a number of
-launches. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200 (`HOST_LAYER_S`) and
-on B200 (Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
+"""Number of kernel launches that take as long as Megatron's Python code around router, dispatcher and grouped linears, in
+forward or in backward. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200
+(`HOST_LAYER_S`) and on B200 (Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
 """Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the

@@ -24,7 +24,7 @@ FULL_HEAD_CHANNELS = 128
 
 
 class Limit(enum.Enum):
-    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that it reaches."""
+    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that kernels reach."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one matrix product per expert, in bf16
@@ -64,7 +64,7 @@ class Traffic:
     pattern: Pattern
     sent_bytes: float
     ranks: int
-    span: int  # number of ranks from the group's first to its last; decides whether the group is inside a node
+    span: int  # number of ranks from the group's first to its last; decides whether the group is inside an NVLink domain
     calls: int = 1  # number of collectives
     copies: int = 1  # copies of each token in `sent_bytes`: one per target expert
     limited_groups: tuple[int, int] | None = None
@@ -81,12 +81,12 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PassWork:
-    """Operations of a segment in one direction."""
+    """Operations of a segment in forward or in backward."""
 
     works: tuple[Work, ...]  # kernels, in order
     traffic: tuple[Traffic, ...] = ()  # exchanges before the kernels
     beside: tuple[Traffic, ...] = ()  # exchanges that overlap with the kernels
-    host_launches: int = 0  # other host work, as a number of kernel launches
+    host_launches: int = 0  # kernel launches that take as long as the other host work
 
     @property
     def kernels(self) -> int:
@@ -111,8 +111,8 @@ class Execution:
     context_parallel_size: int = 1  # ranks that share a sequence; `LayerShape` has one rank's part
     window_tokens: int | None = None  # earlier tokens that a query attends to, as in `--window-size`; None for all
     has_expert_overlap: bool = False
-    """Whether ranks exchange tokens of one microbatch while another computes: `--overlap-moe-expert-parallel-comm`."""
-    has_fused_dropout_add: bool = True  # whether dropout and residual add are fused: without `--no-bias-dropout-fusion`
+    """Whether ranks exchange tokens of one microbatch while they compute another: `--overlap-moe-expert-parallel-comm`."""
+    has_fused_dropout_add: bool = True  # whether dropout and residual add are fused: not with `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
     """Whether matrix products accumulate weight gradients. With `--no-gradient-accumulation-fusion`, a separate kernel does."""
 
@@ -133,7 +133,7 @@ class Linear:
         return self.inputs * self.outputs * max(self.experts, 1)
 
     def list_forward(self) -> tuple[Work, ...]:
-        """Return the kernels of forward: quantization of the input in fp8, and a matrix product of 2mnk operations."""
+        """Return the kernels of forward: quantization of the input (only with fp8), and a matrix product of 2mnk operations."""
         moved_bytes = self._item_bytes * (self.rows * self.inputs + self.weights) + BF16 * self.rows * self.outputs
         return (*self._list_quantizing(self.inputs), self._make_product(moved_bytes))
 

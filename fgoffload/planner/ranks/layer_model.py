@@ -25,7 +25,7 @@ class Segment:
     name: str  # tag of the module, or a name for ops between modules, such as `dispatch`; unique in a layer
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
-    forward_extra_bytes: int = 0  # temporary device bytes of forward, without saved tensors
+    forward_extra_bytes: int = 0  # temporary device bytes of forward, excluding saved tensors
     backward_extra_bytes: int = 0  # temporary device bytes of backward: activation gradients and workspaces
     host_wait: HostWait | None = None  # synchronization of the host before it launches the forward, or None
     forward_host_s: float = 0.0
@@ -45,7 +45,7 @@ class SavedTensor:
     name: str  # name for tables and errors
     tags: tuple[str, ...]  # tags that save the tensor, in forward order; empty for untagged tensors
     size_bytes: int  # bytes on this rank for one microbatch
-    is_same_in_all_layers: bool = False  # whether all layers share this storage, offloaded once per microbatch
+    is_same_in_all_layers: bool = False  # whether all layers share this storage, which then stays on the GPU
     element_bytes: int = 2  # bytes per element, to convert the minimum number of elements to bytes
     stays: bool = False  # whether the tensor stays on the GPU under any plan
 
@@ -72,7 +72,7 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units inside this unit, which save nothing if it is recomputed. None uses its entry in `fgoffload.tags`."""
+    """Tags and units inside this unit, which save nothing if it is recomputed. None means those in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
@@ -98,7 +98,7 @@ class LayerModel:
     tensors: tuple[SavedTensor, ...]
     """Storages that the layer saves without recompute and offload, in forward order.
 
-    A tensor exists from the end of its first tag's segment. Backward needs it at its last tag's segment. A tag without a
+    A tensor exists from the end of its first tag's segment. Backward first needs it at its last tag's segment. A tag without a
     segment belongs to the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
     """
     units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports

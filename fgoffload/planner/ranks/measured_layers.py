@@ -33,10 +33,10 @@ class LayerPart:
     name: str  # name in plans; not `layer` or `layer_input`
     forward_s: float  # seconds of forward compute
     backward_s: float  # seconds of backward compute
-    backward_extra_bytes: int = 0  # temporary device bytes of backward, without saved tensors
+    backward_extra_bytes: int = 0  # temporary device bytes of backward, excluding saved tensors
     input: SavedTensor | None = None
     """Input from which this part is recomputed, or None if it cannot be recomputed separately. If the layer saves a tensor of
-    the same name anyway, it counts once."""
+    the same name anyway, that tensor counts once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ def copy_outputs(rank: RankModel) -> RankModel:
 
 @functools.lru_cache(maxsize=256)
 def _copy_outputs(layer: LayerModel) -> LayerModel:
-    # The cache returns one object to all callers, because simulations cache results by layer and first compare identity.
+    # The cache returns one object to all callers, because caches of simulation results compare layers by identity first.
     units = tuple(
         dataclasses.replace(
             unit, extra_s=unit.extra_s + unit.copy_s, extra_bytes=unit.extra_bytes + unit.copy_bytes, copy_s=0.0, copy_bytes=0

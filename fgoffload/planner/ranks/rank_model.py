@@ -63,7 +63,7 @@ class LateCosts(NamedTuple):
     """Delays that offload adds to compute on a launch-bound host."""
 
     group_s: float = 0.0  # seconds per offloaded group
-    tensor_s: float = 0.0  # seconds per tensor of the group
+    tensor_s: float = 0.0  # seconds per offloaded tensor
 
     def find(self, groups: int, tensors: int) -> float:
         """Return the seconds of delay if `groups` groups offload a total of `tensors` tensors."""
@@ -76,7 +76,7 @@ NOT_LATE = LateCosts()
 class Turn(enum.Enum):
     """Handling of copies that are still in flight to the host when a microbatch turns from forward to backward."""
 
-    CANCEL = "cancel all copies in flight"  # for selected modules, without a plan
+    CANCEL = "cancel all copies in flight"  # if modules are selected without a plan
     PLAN = "cancel copies that are far from done"  # during planning; the plan records how many bytes may be in flight
 
 
@@ -106,7 +106,7 @@ class RankModel:
     link: LinkModel
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of elements that a group must save in a storage to offload it. Otherwise, the storage stays on the GPU."""
+    """A group offloads a storage only if it saves at least this many of its elements; otherwise it stays on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit

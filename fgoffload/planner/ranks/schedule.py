@@ -146,7 +146,7 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
 def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
     """Return the number of forwards of rank `rank` before forwards and backwards alternate.
 
-    With p stages, m microbatches, v chunks and groups of g, rank r has 0 on one stage, min(p - r - 1, m) with 1F1B, and
+    With p stages, m microbatches, v chunks and groups of g, rank r runs 0 on one stage, min(p - r - 1, m) with 1F1B, and
     min(2(p-r-1) + (v-1)g, mv) with the interleaved schedule. Expert overlap adds 1, up to the same limit.
     """
     warmup = pipeline.stages - rank - 1

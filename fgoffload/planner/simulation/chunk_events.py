@@ -41,7 +41,7 @@ class Compute(NamedTuple):
     seconds: float  # seconds without concurrent copies
     net_bytes: int  # change in device bytes
     rise_bytes: int  # peak device bytes, relative to the device bytes at its start
-    label: str  # segment of that peak, as in tables: `layers.12.expert_fc1`
+    label: str  # segment of that peak, as in tables, such as `layers.12.expert_fc1`
     host_s: float  # seconds that the host takes to launch it
 
 
@@ -65,7 +65,7 @@ class Bundle(NamedTuple):
 
     size_bytes: int  # total size
     device_bytes: int  # device bytes while resident, without tensors in staging slots, which are static memory
-    label: str  # label of the reload in timelines: `reload of layers.12.core_attn`
+    label: str  # label of the reload in timelines, such as `reload of layers.12.core_attn`
     traffic_key: TrafficKey  # counters for its copies
     is_read_later: bool  # whether forward still reads it after it is submitted
 
@@ -73,7 +73,7 @@ class Bundle(NamedTuple):
 class PlacedGroup(NamedTuple):
     """A group of tensors that are offloaded together, placed in its chunk."""
 
-    label: str  # label in timelines: `layers.12.core_attn`
+    label: str  # label in timelines, such as `layers.12.core_attn`
     bundles: tuple[int, ...]  # bundles that it offloads
     members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
     end_position: int  # number of groups of the chunk that began before this group ended

@@ -25,7 +25,7 @@ _ENDS_AFTER = {
     "moe_act": "expert_fc2",
 }
 """Last segment of a tag's group, if it is not the tag's own segment. A norm's input is also the residual, which later
-segments read, and a checkpoint saves its input at the end of its forward. Source: the calls of `group_commit` in megatron-core
+segments read, and a checkpoint saves its input at the end of its forward. Source: the calls to `group_commit` in megatron-core
 0.16.1, and our own sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
@@ -38,7 +38,7 @@ class Take(NamedTuple):
     before: int  # segment before whose backward the tensor is needed
     unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs the tensor; None if the site is not offloaded. These groups show backward's position."""
+    """Group of the site that needs the tensor; None if the site is not offloaded. Its takes show backward's position."""
 
 
 class PlacedTensor(NamedTuple):
@@ -47,7 +47,7 @@ class PlacedTensor(NamedTuple):
     tensor: SavedTensor
     saved_after: int  # segment whose forward allocates it
     freed_after: int  # segment after whose backward it is freed
-    takes: tuple[Take, ...] = ()  # points that need it, in backward order; empty for a recomputed tensor
+    takes: tuple[Take, ...] = ()  # points at which backward needs it, in order; empty for a recomputed tensor
     used_until: int = -1  # last segment whose forward reads an offloaded tensor, after which it may be freed
     offloaded_by: int = -1  # group that offloads the tensor: the first submitted group that saves it
     reloaded_for: int = -1  # group for which the tensor is reloaded: the last group in forward that saves it
@@ -60,7 +60,7 @@ class OffloadedGroup(NamedTuple):
     action: Action  # offload, with or without recompute
     tensors: tuple[SavedTensor, ...]  # offloaded tensors; backward reaches the group even if it has none
     starts_at: int  # first segment of its site; groups are ordered by it
-    ends_after: int  # last segment of its site; the group is submitted after it unless it is held
+    ends_after: int  # last segment of its site; the group is submitted after it unless the group is held
     held_until: int | None
     """Segment with the host wait after which the group is submitted. None if it is submitted when it ends."""
     opened_before_end: int  # number of groups of the layer that start before this group ends, itself included
@@ -152,7 +152,7 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Apply `actions` to `layer`. Raise a PlanError if it does not support them. Equal arguments return the same object.
+    """Apply `actions` to `layer`. Raise a PlanError if the layer does not support them. Equal arguments return the same object.
 
     Tensors with `staying_tags` stay on the GPU, because code outside the layer still references them.
     """
@@ -160,7 +160,7 @@ def resolve_layer(
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
 
 
-# Cached: most layers of a model share kind and actions, and the solver resolves them many times.
+# Cached: most layers of a model have the same kind and actions, and the solver resolves them many times.
 @functools.lru_cache(maxsize=4096)
 def _resolve(
     layer: LayerModel, chosen: frozenset[tuple[str, Action]], min_offloaded_numel: int, staying_tags: frozenset[str]
@@ -210,7 +210,7 @@ class _Places:
         self._places = {segment.name: place for place, segment in enumerate(layer.segments)}
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
-        """First segment whose host wait delays the submission of earlier groups; None if there is none."""
+        """First segment whose host wait delays the submission of earlier groups; None if no wait does."""
         self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
 
     def find(self, name: str) -> int:

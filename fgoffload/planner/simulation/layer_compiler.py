@@ -38,7 +38,7 @@ _ROUTER = "router"  # segment after which a token dispatcher gets the probabilit
 class LayerRules(NamedTuple):
     """Settings shared by all layers of a rank."""
 
-    has_copies: bool  # whether anything is offloaded
+    has_copies: bool  # whether any tensor is offloaded
     has_engine: bool  # see `RankModel.has_engine`
     host_s: float  # host seconds of a layer's forward or backward
     merges: bool  # whether to merge adjacent compute
@@ -243,7 +243,7 @@ class LayerCompiler:
     def _take(self, events: EventList, place: int, unit: str | None) -> None:
         """Add the tensors needed before the backward of a segment, by the recompute of `unit` or by the segment itself.
 
-        The engine releases tensors of sites without offload there. The tensors of a group show that backward has reached it.
+        The engine releases tensors of sites without offload here. The tensors of a group show that backward has reached it.
         """
         sizes_bytes = self._resolved.released_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:

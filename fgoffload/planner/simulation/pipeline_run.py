@@ -132,8 +132,8 @@ class RankPasses:
     def _find_following(self, one: Pass, skipped: int) -> tuple[int, int] | None:
         """Return the chunk and microbatch of the next backward, or None if the engine's `PassOrder` does not predict it.
 
-        After a forward, it predicts only a backward that follows directly. After a backward, one forward may come in between.
-        It does not see backwards without offloaded tensors.
+        After a forward, `PassOrder` predicts only a backward that follows directly. After a backward, one forward may come in
+        between. It does not see backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
         for place in range(self.done + 1, len(self.passes)):

@@ -37,7 +37,7 @@ class RankClock:
     """State of a rank during a simulated step: compute time, link and memory."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
-        self.clock_s = 0.0  # time of compute
+        self.clock_s = 0.0  # current time of the compute stream
         self._rank = rank
         self._chunks = chunks
         self._timeline = timeline
@@ -136,7 +136,7 @@ class RankClock:
             self._peak_at = (self._pass, label)
 
     def _note_memory(self, device_bytes: int) -> None:
-        """Record a memory sample. Of several samples with the same time, the last one is correct."""
+        """Record a memory sample. Of several samples with the same time, the last one applies."""
         if self._timeline is not None:
             self._timeline.memory.append(MemorySample(self.clock_s, device_bytes, self._host_bytes))
 

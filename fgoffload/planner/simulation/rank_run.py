@@ -73,7 +73,7 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """Runs the passes of a rank and its copies, which the transfer schedule decides. Takes the arguments of `RankClock`."""
+    """Runs the passes of a rank, and the copies that the transfer schedule requests. Takes the arguments of `RankClock`."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         super().__init__(rank, chunks, timeline=timeline)
@@ -165,7 +165,7 @@ class RankRun(RankClock):
             self._in_flight.append(InFlight(copy, lane, submitted, size_bytes))
             self._in_flight_bytes += size_bytes
             if late_s := self._rank.late.find(1, chunk.groups[number].tensors):
-                # Before the wait for the window, because only the device waits for that.
+                # Before the wait for the window, because only the device waits for the window.
                 self._wait_until(self.clock_s + late_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
@@ -312,7 +312,7 @@ class RankRun(RankClock):
             state = lane.states[number]
             lane.states[number] = _FREED
             if state is _OFFLOADING:
-                # A site without offload needed it while it was still resident.
+                # A site without offload needed the bundle while it was still resident.
                 lane.traffic[number].recalled_bytes += size_bytes
             if state is not _RESIDENT:
                 self._host_bytes -= size_bytes

@@ -64,7 +64,7 @@ class Span(NamedTuple):
     """A busy span of a stream, or a wait of compute."""
 
     stream: StreamName
-    label: str  # `F3 layers.12.expert_fc1`, `wait for the window`
+    label: str  # such as `F3 layers.12.expert_fc1` or `wait for the window`
     start_s: float
     end_s: float
     size_bytes: int = 0  # 0 except for copies
@@ -98,7 +98,7 @@ class RankResult:
     rank: int
     step_s: float  # from the start of the step to the end of this rank's work, optimizer included
     peak_bytes: int  # peak device bytes
-    peak_at: str  # pass and segment of the first peak: `B3 layers.12.expert_fc1`
+    peak_at: str  # pass and segment of the first peak, such as `B3 layers.12.expert_fc1`
     static_bytes: int  # device bytes without activations
     end_bytes: int  # device bytes after the step and its copies
     loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without one

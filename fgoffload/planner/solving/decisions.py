@@ -153,7 +153,7 @@ def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Act
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # Not the difference of both: if the action also recomputes, other groups may offload fewer bytes.
+    # Not the difference of the treatments: if the action also recomputes, other groups may offload fewer bytes.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)

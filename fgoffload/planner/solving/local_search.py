@@ -20,11 +20,11 @@ from fgoffload.planner.solving.treatments import list_neighbours
 
 _STEPS = 100  # steps of one walk
 _DRAWN = 8  # number of drawn changes for each simulated one
-_BLIND = 0.3  # probability of a random change instead of the most promising: estimates ignore queued copies
+_BLIND = 0.3  # probability of a random change instead of the most promising one: estimates ignore queued copies
 _TWICE = 0.3  # probability that a step combines two changes
 _NEAR = 0.3  # probability that a new treatment differs in only one tag
 _STARTS = 6  # number of best states from which walks start; walks from the single best state mostly return to it
-_TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step; it falls to 0
+_TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step time; it falls to 0
 _IDLE_WALKS = 3  # the search ends after this many consecutive walks with hardly any new state
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0

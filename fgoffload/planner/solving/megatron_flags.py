@@ -163,7 +163,7 @@ def choose_usual_modules(ranks: Sequence[RankModel]) -> tuple[str, ...]:
     """Return the modules that users commonly pass to selective recompute, if a layer can recompute them.
 
     MoE models: expert activations, norms and up-projections of latent attention, which are cheap to recompute per byte saved.
-    Other models: `core_attn`, Megatron's default, though its recompute saves little with flash attention.
+    Other models: `core_attn`, Megatron's default, though recomputing it saves little memory with flash attention.
     """
     units = {unit.name for rank in ranks for chunk in rank.chunks for layer in chunk.layers for unit in layer.model.units}
     usual = ("layernorm", "mla_up_proj", "moe_act") if "moe_act" in units else _ATTENTION

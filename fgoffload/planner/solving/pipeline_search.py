@@ -21,13 +21,13 @@ from fgoffload.planner.solving.rank_search import NEARLY_FREE, RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
-"""Maximum number of retries with a smaller budget for ranks that peak higher in the pipeline than alone."""
+"""Maximum number of attempts, each with smaller budgets for ranks that peaked higher in the pipeline than alone."""
 
 _FEWEST_WALKED, _MOST_WALKED = 60, 1000
 """Minimum and maximum number of simulations in the walks of one rank."""
 
 _ROUTED_MORE = 1.1
-"""Factor that adds a margin to the bytes in flight at the loss: more tokens may be routed to a rank's experts."""
+"""Factor that adds a margin to the bytes in flight at the loss: a rank's experts may get more tokens than predicted."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

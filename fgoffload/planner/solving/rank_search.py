@@ -20,7 +20,7 @@ _COPY_PRICES = (0.03, 0.4)  # prices that sweeps try: fractions of the time of a
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
 NEARLY_FREE = 1.01
-"""No further search for a rank once a state fits and its step takes at most this many times the baseline step."""
+"""The search for a rank stops once a state fits and its step takes at most this many times the baseline step."""
 
 Base = Mapping[int, Treatment]  # treatments by index of the layer
 
@@ -90,7 +90,7 @@ class RankSearch:
         return cost.peak_bytes <= budget_bytes and cost.step_s <= NEARLY_FREE * self.kept.step_s
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
-        """Return the fastest state of `others`, ranks with the same layers, that fits this rank; None if none fits."""
+        """Return the fastest state of `others`, ranks with the same layers, that fits this rank, or None if no state fits."""
         pool = [
             (cost.step_s / other.kept.step_s, number, state)
             for number, other in enumerate(others)
@@ -108,7 +108,7 @@ class RankSearch:
         return min((state for state, _ in self.known.values()), key=lambda state: self.score(state, budget_bytes))
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
-        """Return the sort key, lower is better: bytes above the budget, step time, offloaded bytes, rows."""
+        """Return a sort key (lower is better): bytes above the budget, step time, offloaded bytes, rows."""
         cost = self.evaluate(state)
         moved_bytes = sum(treatment.moved_bytes for treatment in state)
         rows = sum(len(treatment.actions) for treatment in state)
@@ -137,7 +137,7 @@ class RankSearch:
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)
 
     def _list_bases(self) -> Iterator[Base]:
-        """Yield the treatments at the start of each sweep. The first sweep starts from none.
+        """Yield the treatments at the start of each sweep. The first sweep starts from the baseline.
 
         If each offloaded tensor costs CPU time, further sweeps start from large offloads in evenly spaced layers.
         Copies of large groups take longer than a layer. To spread them, local search would have to change many layers at once.
@@ -162,7 +162,7 @@ def _list_steps(
     s_per_moved_byte: float,
     late: LateCosts,
 ) -> list[tuple[int, Treatment]]:
-    """Return indices of layers and their next treatments, ordered by the price of device memory from which they pay off.
+    """Return indices of layers and their next treatments, ordered by the price of device memory at which they pay off.
 
     For each kind of layer, the fastest treatments for each number of kept bytes form a convex curve. It begins with keeping
     everything and ends with keeping as little as possible. Each step along it frees bytes at a price. Steps are ordered by
@@ -187,7 +187,7 @@ def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -
     while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
         prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
         price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
-        # Treatments before it cost less in total but more per byte. They may suffice for the last changed layer.
+        # Treatments before `current` cost less in total but more per byte. They may suffice for the last changed layer.
         before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
         curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
     return curve

@@ -20,7 +20,7 @@ from fgoffload.planner.solving.pipeline_search import Candidate, PipelineSearch
 from fgoffload.units import check_bytes, format_bytes
 
 DEFAULT_LAYER_PASSES = 30_000
-"""Maximum number of simulated layer passes (forward or backward of one layer) in the local search. One takes 25 to 100 us."""
+"""Maximum number of simulated layer passes (forward or backward of one layer) in the local search. Each takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
 """The same maximum for `--thorough`."""
@@ -61,7 +61,7 @@ def solve(
 
     Raises:
         ConfigError: An argument is invalid.
-        BudgetError: No plan fits. The message names the rank, its missing bytes, and the smallest budget with a plan.
+        BudgetError: No plan fits. The message names a rank, how far it exceeds the budget, and the smallest budget with a plan.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     return _solve(PipelineSearch(ranks, layer_passes=layer_passes), budget_bytes, None)
@@ -106,7 +106,7 @@ def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | No
 
 
 def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
-    """Describe how far a rank's static memory alone exceeds the budget; None if it does not."""
+    """Describe how far a rank's static memory alone exceeds the budget, or return None if it does not."""
     worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:

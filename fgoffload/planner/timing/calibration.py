@@ -3,12 +3,12 @@
 [Note: Launch delays]
 A profile measures forward with hooks, and takes the minimum of each segment over similar layers. The simulated step is too
 short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward,
-where the host synchronizes on the routing of each MoE layer. In backward the host runs ahead of the device. If the simulated
+where the host synchronizes on each MoE layer's token counts. In backward the host runs ahead of the device. If the simulated
 step is too long, we shorten the forward segments that hooks may have delayed.
 
-If it is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak over many
-steps occurs when forward runs at the device's pace and copies are furthest behind. With the missing time in forward, predicted
-peaks of W2 on an H200 are up to 3.6% too low; without it they are within 0.8%.
+If the step is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak
+over many steps occurs when forward runs at the device's pace and copies are furthest behind. With the missing time in forward,
+predicted peaks of W2 on an H200 are up to 3.6% too low; without it they are within 0.8%.
 
 [Note: Power limit]
 If no layer synchronizes, the host runs far ahead, so the missing time is device time. A profile stalls the device before each

@@ -21,7 +21,7 @@ class ComparedStep:
 
     sites: tuple[SiteAction, ...]  # rows of the plan; other sites stay on the GPU
     loss_window_bytes: int | None = None  # as in `OffloadPlan`
-    step_s: float  # seconds per step under the plan: median of the slowest process
+    step_s: float  # seconds per step under the plan: median on the slowest process
     keeping_step_s: float  # seconds per step of the baseline, measured in the same way
 
     def __post_init__(self) -> None:
@@ -29,7 +29,7 @@ class ComparedStep:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} {getattr(self, name)} is not a step time. Use a number of seconds above 0.")
         if not any(row.action.offloads for row in self.sites):
-            raise ConfigError("sites contains no offload, so its step cannot show the cost of copies. Remove that step.")
+            raise ConfigError("sites contains no offload, so the step cannot show the cost of copies. Remove the step.")
 
     @property
     def plan(self) -> OffloadPlan:

@@ -1,4 +1,4 @@
-"""Efficiency of kernels, collectives and copies relative to a device's peak rates, for devices without a profile.
+"""Efficiency of kernels and collectives relative to a device's peak rates, for devices without a profile.
 
 Each field names its source. Kernels were measured on Hopper; for other devices the figures are guesses.
 """
@@ -10,8 +10,8 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_part, check_rate
 
 ASSUMED_MEMORY = 0.80
-"""Assumed fraction of the device's memory bandwidth that kernels reach, slightly below the 0.90 of copies within an H100. With
-it, predicted steps of W2 match measured steps on H200s."""
+"""Assumed fraction of the device's memory bandwidth that kernels reach, slightly below the 0.90 that copies within an H100
+reach. With 0.80, predicted steps of W2 match measured steps on H200s."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +24,12 @@ class Efficiency:
     Bekman, Machine Learning Engineering, table of maximum achievable matmul FLOPS)."""
     grouped_matmul: float = 0.68
     """Fraction of the bf16 peak that grouped matrix products of experts reach with many rows. With n rows per expert they reach
-    n / (n + `grouped_rows`) of it. Source: Transformer Engine 2.7 with multi-stream cuBLAS reaches 554 TFLOP/s with 16 experts
-    of 2048 rows and 628 TFLOP/s with 8 of 4096 on an H100 (Transformer Engine pull request 2045): 0.56 and 0.63."""
+    n / (n + `grouped_rows`) of this fraction. Source: Transformer Engine 2.7 with multi-stream cuBLAS reaches 554 TFLOP/s with
+    16 experts of 2048 rows and 628 TFLOP/s with 8 of 4096 on an H100 (Transformer Engine pull request 2045): 0.56 and 0.63."""
     grouped_rows: float = 400.0
     """Rows per expert at which its matrix products reach half of `grouped_matmul`. Source: the same two figures."""
     fp8_matmul: float = 0.60
-    """Fraction of the fp8 peak that large matrix products reach, not counting the casts of their inputs. Source: assumed. The
+    """Fraction of the fp8 peak that large matrix products reach, not counting the casts of their inputs. Assumed. The
     best shapes reach 1403 TFLOP/s, 0.71, on H100 (the same table)."""
     grouped_fp8_matmul: float = 0.55
     """Fraction of the fp8 peak that the grouped matrix products of experts reach. Assumed."""
@@ -60,9 +60,9 @@ class Efficiency:
     """Rate of an NCCL all-to-all relative to other collectives, within and across nodes. Fitted to steps of Qwen3-235B on 256
     H100 (tests/unit/planner/timing/published_steps.json); not measured on its own."""
     rerun_extra: float = 0.10
-    """Extra time of a recompute, as a fraction of its forward time. Source: full recompute against profiled forward on H200s:
-    0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. For W2, whose dispatchers synchronize in forward, it
-    was -0.04. The reason is unknown."""
+    """Extra time of a recompute, as a fraction of its forward time. Source: full recompute compared with profiled forward on
+    H200s: 0.10 for Llama 3 8B and 0.12 for multi-latent attention with experts. For W2, whose dispatchers synchronize in
+    forward, it was -0.04. The reason is unknown."""
     kernel_start_s: float = 3e-6
     """Gap between consecutive kernels on the device, in seconds. Assumed."""
     host_s_per_launch: float = 25e-6

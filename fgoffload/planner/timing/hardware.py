@@ -56,7 +56,7 @@ class Hardware:
     reserves: torch reports 178.35 of a B200's 180 GiB, and 60.97 of an Ascend 910B's 64 GiB."""
     device_memory_bytes_per_s: float | None = None  # device memory bandwidth, in bytes per second
     memory_efficiency: float | None = None
-    """Measured fraction of the memory bandwidth that kernels reach, above 0 and at most 1. Defaults to `Efficiency.memory`."""
+    """Measured fraction of the memory bandwidth that kernels reach, above 0 and at most 1. `Efficiency.memory` overrides it."""
     compute_efficiency: float = 1.0  # efficiency of matrix products and attention, relative to Hopper (`Efficiency`)
     bf16_flop_per_s: float | None = None
     """Dense bf16 FLOP per second. fp16 runs at the same rate on all devices in the table."""
@@ -68,7 +68,7 @@ class Hardware:
     (no link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
-    reaches n - 1 times this. Defaults to all of `nvlink_bytes_per_s`."""
+    reaches n - 1 times this rate. Defaults to all of `nvlink_bytes_per_s`."""
     nvlink_gpus: int | None = None  # devices in an NVLink domain; defaults to `gpus_per_node`
     network_bytes_per_s: float | None = None
     """Bytes per second of a device's share of its node's network cards, one way, in the vendor's own system. None if servers
@@ -116,7 +116,7 @@ class Hardware:
 
 
 def get_hardware(name: str) -> Hardware:
-    """Look up a device of the table by any of its names: `h100`, `H100 80GB SXM`, or the driver's name, `NVIDIA H200`.
+    """Look up a device of the table by any of its names, such as `h100`, `H100 80GB SXM` or the driver's name.
 
     Case, spaces and dashes do not matter.
 
@@ -152,14 +152,14 @@ def check_for_times(hardware: Hardware) -> None:
         rates = ", ".join(f'"{name}": 25e9' for name in of_link)
         example.append(f'"link": {{{rates}}}')
     raise ConfigError(
-        f"hardware {hardware.name!r} has no {', '.join([*missing, *(f'link.{name}' for name in of_link)])}, and no public "
-        f"source lists it. Pass a file with your device's figures to --hardware, for example {{{', '.join(example)}}}, "
+        f"hardware {hardware.name!r} has no {', '.join([*missing, *(f'link.{name}' for name in of_link)])}, which no "
+        f"public source lists. Pass a file with your device's figures to --hardware, for example {{{', '.join(example)}}}, "
         "or use --profile."
     )
 
 
 def get_rate(rates: Hardware | Link, field: str, name: str) -> float:
-    """Return a rate of the device `name` or of its link. Raise a ConfigError if it is unknown."""
+    """Return a rate of the device `name` or of its link. Raise a ConfigError if the rate is unknown."""
     rate: float | None = getattr(rates, field)
     if rate is None:
         raise ConfigError(
@@ -233,7 +233,7 @@ def _load_table(table: str) -> None:
         HARDWARE[key] = _make_hardware(fields, source=source)
         for name in (key, HARDWARE[key].name, driver_name):
             if (other := _NAMES.setdefault(_strip(name), key)) != key:
-                raise ConfigError(f"{source}: name or driver {name!r} is also a name of {other!r}. Use another one.")
+                raise ConfigError(f"{source}: name or driver {name!r} is also a name of {other!r}. Use another name.")
 
 
 HARDWARE: dict[str, Hardware] = {}

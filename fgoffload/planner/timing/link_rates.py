@@ -1,6 +1,6 @@
 """Builds the simulator's link model from hardware specifications.
 
-We assume that an unmeasured link reaches the same fraction of its nominal rate as a measured H100, on PCIe 5 at 64 GB/s.
+We assume that an unmeasured link reaches the same fraction of its nominal rate as an H100's PCIe 5 link, nominally 64 GB/s.
 """
 
 from fgoffload.planner.ranks.rank_model import LinkModel
@@ -9,7 +9,7 @@ from fgoffload.planner.timing.hardware import Hardware, get_rate
 _NOMINAL_BYTES_PER_S = 64e9
 
 D2H_SHARE = 47e9 / _NOMINAL_BYTES_PER_S
-"""Fraction of the nominal rate that copies to the host reach. Source: the slowest copies on one H100, at 47 to 55 GB/s."""
+"""Fraction of the nominal rate that copies to the host reach. Source: the slowest of copies at 47 to 55 GB/s on one H100."""
 
 H2D_SHARE = 53e9 / _NOMINAL_BYTES_PER_S
 """Fraction of the nominal rate that copies to the device reach. Source: 53 GB/s, on the same H100."""

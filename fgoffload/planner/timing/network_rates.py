@@ -41,7 +41,7 @@ def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRat
 
 
 def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
-    """Return one line with the missing rates of `hardware` and the values assumed for them, or None if none is missing.
+    """Return one line with the missing rates of `hardware` and the values assumed for them, or None if all are known.
 
     A single rank sends nothing, and ranks in one NVLink domain do not use the network.
     """
@@ -58,7 +58,7 @@ def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
     if not assumed:
         return None
     lacking = " and no ".join(assumed)
-    return f"hardware {hardware.name!r} has no {lacking}. A hardware file can set it: docs/reference/hardware.md."
+    return f"hardware {hardware.name!r} has no {lacking}. To set rates, use a hardware file: docs/reference/hardware.md."
 
 
 def _find_pcie_rate(hardware: Hardware) -> float | None:

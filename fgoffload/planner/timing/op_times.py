@@ -36,7 +36,7 @@ DEFAULT_EFFICIENCY = Efficiency()
 DEFAULT_EXECUTION = Execution()
 
 GRAPH_LAUNCHES = 3
-"""Cost of launching the graph of a layer's forward or backward, as a number of kernel launches. Assumed."""
+"""Number of kernel launches that take as long as the graph launch of a layer's forward or backward. Assumed."""
 
 HIDING_PART = 0.9
 """Fraction of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
@@ -64,7 +64,7 @@ def make_layer_model(
     launches = tuple(_count_launches(works, side, graphs, captured) for side in ("forward", "backward"))
     segments = clock.time_segments(works, extras, launches=launches)
     if experts is not None:
-        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # the host waits for the experts' token counts
+        segments = _replace(segments, "dispatch", host_wait=HostWait.KERNEL)  # the host synchronizes on the token counts
         if experts.has_shared_overlap:
             segments = _hide_shared_experts(segments, works, clock)
         if execution.has_expert_overlap:
@@ -77,7 +77,7 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return the launches of each segment in its `forward` or `backward`. The first segment counts a graph's launch."""
+    """Return the launches of each segment in its `forward` or `backward`. The first captured segment counts the graph."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
@@ -158,7 +158,7 @@ class Clock:
         return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:
-        """Return the seconds of collectives. Traffic within and out of the NVLink domain overlaps."""
+        """Return the seconds of collectives. Traffic inside the NVLink domain overlaps traffic outside it."""
         rates = make_network_rates(self.hardware, self.efficiency)
         domain, network = rates.domain_ranks, rates.network_bytes_per_s
         part = self.efficiency.all_to_all if traffic.pattern is Pattern.ALL_TO_ALL else 1.0

@@ -36,7 +36,7 @@ CPU = "CPU"
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches. Bytes vary by more only if routing is far out of balance."""
+few percent between microbatches. Bytes vary more only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +49,7 @@ class RankProfile:
     """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes are maxima."""
     static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
     peak_bytes: int | None = None  # peak device bytes of the step; None if the device, such as a CPU, does not report them
-    step_s: float  # seconds from the start of the step to the start of the next one, or to its end if it was the last
+    step_s: float  # seconds from the start of the step to that of the next one, or to the step's end if it is the last
     step_end_s: float = 0.0  # seconds of the step after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
     """Minimum number of saved elements of an offloaded storage, as configured for the run. Smaller storages stay on the GPU."""
@@ -74,8 +74,8 @@ class Profile:
     """The measured link and, if a model was measured too, its pipeline ranks."""
 
     device: str  # device name as the driver reports it, or `CPU`
-    versions: Mapping[str, str]  # versions by package: torch, megatron-core
-    date: str  # date of the measurement: `2026-11-22`
+    versions: Mapping[str, str]  # versions by package, such as torch
+    date: str  # date of the measurement, such as `2026-11-22`
     link: LinkProfile  # link of one device, with no other traffic
     ranks: tuple[RankProfile, ...] = ()  # pipeline ranks by number; empty if only the link was measured
     has_optimizer: bool = True
@@ -100,7 +100,7 @@ class Profile:
             raise ConfigError(
                 f"rank {rank} is not in the profile, which has only the link. Profile a model: fgoffload profile ARGUMENTS.sh."
             )
-        raise ConfigError(f"rank {rank} is not in the profile. It has: {', '.join(str(one.rank) for one in self.ranks)}.")
+        raise ConfigError(f"rank {rank} is not in the profile. Use one of: {', '.join(str(one.rank) for one in self.ranks)}.")
 
     def to_json(self) -> str:
         """Return the profile as JSON."""
@@ -175,7 +175,7 @@ def make_rank_model(
 
 
 def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, LayerModel]:
-    """Merge similar layers. Return the merged model of each layer, by the kind of the layer.
+    """Merge similar layers. Return the merged model of each layer, keyed by the layer's kind.
 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,

@@ -49,7 +49,7 @@ def test_unknown_rates_cause_one_warning_and_measured_rates_none(caplog):
     build_ranks(MODEL, ranks, get_hardware("mi300x"))
     assert [record.message for record in caplog.records] == [
         "hardware 'MI300X' has no measured link to the host (assuming a fraction of the vendor's rate) and no "
-        "network_bytes_per_s (assuming 50 GB/s). A hardware file can set it: docs/reference/hardware.md."
+        "network_bytes_per_s (assuming 50 GB/s). To set rates, use a hardware file: docs/reference/hardware.md."
     ]
     caplog.clear()
     measured = dataclasses.replace(get_hardware("mi300x"), link=get_hardware("h100").link, network_bytes_per_s=20e9)

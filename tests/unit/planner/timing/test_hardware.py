@@ -92,7 +92,7 @@ def test_devices_without_an_entry_are_not_found():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"driver": "NVIDIA H200"}, "name or driver 'NVIDIA H200' is also a name of 'h200'. Use another one."),
+        ({"driver": "NVIDIA H200"}, "name or driver 'NVIDIA H200' is also a name of 'h200'. Use another name."),
         ({"gpus_per_node": None}, "hardware lacks 'gpus_per_node'. Add it."),
     ],
 )

@@ -135,5 +135,5 @@ def test_a_link_only_profile_has_no_ranks_and_the_error_has_a_fix():
     assert Profile.from_json(profile.to_json(), source="text") == profile
     with pytest.raises(ConfigError, match=r"rank 0 is not in the profile, which has only the link\. Profile a model"):
         make_rank_model(profile, rank=0)
-    with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. It has: 0\."):
+    with pytest.raises(ConfigError, match=r"rank 1 is not in the profile\. Use one of: 0\."):
         make_rank_model(PROFILE, rank=1)
