@@ -33,9 +33,9 @@ class Tag:
     is_in_megatron: bool = False
 
     def __post_init__(self) -> None:
-        """Reject names that are not one word."""
+        """Reject names that are not identifiers."""
         if not self.name.isidentifier():
-            raise ConfigError(f"tag name {self.name!r} is not one word. Use letters, digits and underscores.")
+            raise ConfigError(f"tag name {self.name!r} is not an identifier. Use letters, digits and underscores.")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ def test_a_custom_tag_is_appended_to_a_copy_of_the_registry():
 def test_a_tag_name_that_is_not_one_word_is_rejected(name):
     with pytest.raises(ConfigError) as caught:
         Tag(name=name, saves="x")
-    assert str(caught.value) == f"tag name {name!r} is not one word. Use letters, digits and underscores."
+    assert str(caught.value) == f"tag name {name!r} is not an identifier. Use letters, digits and underscores."
 
 
 def test_tags_of_mutually_exclusive_modules_are_rejected():

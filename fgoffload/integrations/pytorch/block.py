@@ -38,7 +38,7 @@ def saved_tensors(
         tag: Name in the statistics.
 
     Raises:
-        ConfigError: `group_bytes` is not above 0, `device` is not a valid device, or the tag is not one word.
+        ConfigError: `group_bytes` is not above 0, `device` is not a valid device, or the tag is not an identifier.
     """
     return SavedTensors(config, group_bytes=group_bytes, device=device, tag=tag)
 

@@ -25,7 +25,7 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
         layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
     Raises:
-        ConfigError: The tag is not one word, `tensor` is not a tensor, or `layer` is not a whole number.
+        ConfigError: The tag is not an identifier, `tensor` is not a tensor, or `layer` is not a whole number.
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):

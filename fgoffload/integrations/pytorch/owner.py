@@ -191,6 +191,6 @@ class EngineOwner:
         if not inert:
             logger.warning(
                 "offload of %s: nothing is offloaded, since no module is selected and its forward ran no `fgoffload.region`. "
-                "Pass modules or memory to `fgoffload.offload`, or add regions.",
+                "Pass `modules` or `memory` to `fgoffload.offload`, or add regions.",
                 self.name,
             )

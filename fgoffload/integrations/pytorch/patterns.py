@@ -55,7 +55,7 @@ def find_sites(model: torch.nn.Module, patterns: Patterns) -> list[ModuleSite]:
     `mlp.0`. If no part is a word, the tag is the name of its class.
 
     Raises:
-        ConfigError: A pattern is not a string or matches no module, a tag is not one word, or a module would have two tags.
+        ConfigError: A pattern is not a string or matches no module, a tag is not an identifier, or a module has two tags.
     """
     tags = read_patterns(patterns)
     modules = dict(name_modules(model))
@@ -78,9 +78,9 @@ def check_model(model: object) -> None:
 
 
 def check_tag(tag: object) -> None:
-    """Raise `ConfigError` unless `tag` is one word."""
+    """Raise `ConfigError` unless `tag` is an identifier."""
     if not isinstance(tag, str) or not tag.isidentifier():
-        raise ConfigError(f"tag {tag!r} is not one word. Use letters, digits and underscores, for example 'core_attn'.")
+        raise ConfigError(f"tag {tag!r} is not an identifier. Use letters, digits and underscores, for example 'core_attn'.")
 
 
 def read_patterns(patterns: Patterns) -> dict[str, str | None]:

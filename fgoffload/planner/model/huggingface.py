@@ -47,7 +47,7 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
     """Return the model of the `config.json` at `path` or in the folder `path`.
 
     Raises:
-        ConfigError: The file cannot be read, lacks a field, or has an unknown `model_type`.
+        ConfigError: The file cannot be read, lacks a field, or has an unsupported value.
     """
     if path.is_dir():
         path /= "config.json"

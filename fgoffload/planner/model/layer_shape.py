@@ -151,7 +151,7 @@ class LayerShape:
     latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
     tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
-    """Whether tensor-parallel ranks shard the sequence between linears: `--sequence-parallel`. No effect on one rank."""
+    """Whether tensor-parallel ranks shard the sequence between linears: `--sequence-parallel`. No effect at TP 1."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
     rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
     has_fused_rotary: bool = False

@@ -16,7 +16,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.4)  # prices that sweeps try: fractions of the time of a copy to the host that count as step time
+_COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of a copy's time to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
 NEARLY_FREE = 1.01

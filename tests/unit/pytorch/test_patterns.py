@@ -79,7 +79,7 @@ def test_a_pattern_without_a_match_is_refused_with_the_nearest_match(pattern, hi
 
 @pytest.mark.parametrize("tag", ["core attn", "", "3", 7, None])
 def test_a_tag_that_is_not_one_word_is_refused(tag):
-    with pytest.raises(ConfigError, match="is not one word"):
+    with pytest.raises(ConfigError, match="is not an identifier"):
         fgoffload.offload(make_net(), {"layers.*.attn": tag})
 
 

@@ -160,7 +160,7 @@ def test_regions_in_a_training_loop_inside_one_block_start_a_new_lane_each_step(
     assert block.stats().tags["linear"].d2h_bytes > 0
 
 
-@pytest.mark.parametrize(("tensor", "tag", "message"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not one word")])
+@pytest.mark.parametrize(("tensor", "tag", "message"), [([1], "a", "got a list"), (torch.ones(1), "a b", "not an identifier")])
 def test_an_invalid_tensor_or_tag_is_refused_even_outside_a_forward(tensor, tag, message):
     with pytest.raises(ConfigError, match=message):
         fgoffload.region(tensor, tag)

@@ -116,7 +116,7 @@ def test_a_handle_without_modules_or_regions_logs_a_warning(take_logged):
         handle.stats()
         train(net)
     (warning,) = take_logged(logging.WARNING)
-    assert "no module is selected and its forward ran no `fgoffload.region`. Pass modules or memory" in warning
+    assert "no module is selected and its forward ran no `fgoffload.region`. Pass `modules` or `memory`" in warning
     with pytest.raises(fgoffload.ConfigError, match=r"no memory budget, so it has no plan\. See `handle.stats\(\)`"):
         fgoffload.explain(handle)
 

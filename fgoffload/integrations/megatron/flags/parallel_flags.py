@@ -43,7 +43,7 @@ VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_sta
 """Flags that set the number of model chunks per rank, with `_` for `-`. Megatron-LM accepts only one of them at a time."""
 
 MICROBATCHES_OF_A_CHUNK = 4
-"""Default number of microbatches per model chunk of each stage. With 4, pipeline ranks idle for less than 20% of the step."""
+"""Default ratio of microbatches to model chunks of the pipeline. With 4, pipeline ranks idle for less than 20% of the step."""
 
 
 def make_parallelism(
