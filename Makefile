@@ -49,7 +49,7 @@ smoke: $(STAMP)
 older:  ## Run the tests of Megatron's interface, sites and waits on Python 3.11 and megatron-core 0.16.1, in .venv-older
 	@$(if $(OLDER_PYTHON),$(MAKE) VENV=.venv-older PYTHON=$(OLDER_PYTHON) smoke,echo "Skipped: Python 3.10 or 3.11 was not found.")
 
-versions: $(STAMP)  ## Run these tests on other versions of megatron-core, transformers and torch; part of `make slow`
+versions: $(STAMP)  ## Run compatibility tests on other versions of megatron-core, transformers and torch; part of `make slow`
 	@.ci/versions "$(BIN)/python" "$(NEWER_TORCH)" $(SMOKE)
 
 check: $(STAMP)  ## Check format, lint and types

@@ -2,7 +2,7 @@
 #
 # Size:    48 layers, hidden 6144, 64 heads, MLP of width 24576. 22 billion parameters.
 # Model:   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, table 3.
-# Ranks:   the same: TP 8 with sequence parallelism, microbatch 4 and 4 sequences per step on 8 A100s.
+# Ranks:   the same paper: TP 8 with sequence parallelism, microbatch 4 and 4 sequences per step on 8 A100s.
 # See:     fgoffload plan gpt_22b --gpu a100
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...

@@ -2,7 +2,7 @@
 #
 # Size:    105 layers, hidden 20480, 128 heads, MLP of width 81920. 530 billion parameters.
 # Model:   Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, table 3.
-# Ranks:   the same: TP 8 with sequence parallelism, PP 35, VP 3, microbatch 1 and 280 sequences per step on
+# Ranks:   the same paper: TP 8 with sequence parallelism, PP 35, VP 3, microbatch 1 and 280 sequences per step on
 #          280 A100s.
 # See:     fgoffload plan gpt_530b --gpu a100
 #

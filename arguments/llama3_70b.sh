@@ -46,7 +46,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# The attention modules. The MLP has mlp_fc1, mlp_act and mlp_fc2. fgoffload plan chooses from all of them for a memory budget.
+# The attention modules. fgoffload plan ignores this list and chooses among all tags, including those of the MLP.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj

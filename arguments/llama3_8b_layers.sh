@@ -1,4 +1,4 @@
-# llama3_8b_layers: Llama 3 8B with as many layers as fit one 80 GB GPU
+# llama3_8b_layers: 28 of the 32 layers of Llama 3 8B, one 80 GB GPU
 #
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
 #          Sequences of 8192 tokens, 2 microbatches of 1 sequence per step, bf16, without an optimizer. Weights and gradients take

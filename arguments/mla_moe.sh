@@ -7,7 +7,7 @@
 #          heads (4 tensor-parallel ranks), and 16 of 160 experts (10 expert-parallel ranks). The vocabulary is cut from
 #          102400 to 32000, since the loss would otherwise take a large part of the step.
 # Purpose: compares predictions with measurements for latent attention, which saves the most bytes and can be recomputed from
-#          its low ranks (mla_up_proj). Each expert gets 3072 tokens, so kernels are large and the step is not launch-bound.
+#          its low-rank inputs (mla_up_proj). Each expert gets 3072 tokens, so kernels are large and the step is not launch-bound.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench mla_moe
 #

@@ -1,7 +1,7 @@
 # moe_full_iteration: launch_bound_moe, the whole iteration in one CUDA graph
 #
 # Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts, 4 per token; 2.0 billion parameters.
-#          Each expert gets a fixed number of tokens, its capacity: extra tokens are dropped, and missing ones padded.
+#          Each expert gets a fixed number of tokens, its capacity: extra tokens are dropped, and unused capacity is padded.
 # Purpose: tests offload inside a full-iteration graph for a model with experts.
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
 # See:     fgoffload bench moe_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj

@@ -1,4 +1,4 @@
-# w2_moe: six wide MoE layers, one GPU, the benchmark's workload
+# w2_moe: six wide MoE layers, one GPU, the reference workload
 #
 # Size:    6 layers, hidden 4096, 32 heads, 16 experts of width 2048, 4 per token; 3.1 billion parameters.
 #          Sequences of 4096 tokens, 4 microbatches of 2 sequences per step, bf16. Weights and gradients take 11.5 GiB. A layer

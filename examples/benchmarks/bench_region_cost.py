@@ -1,15 +1,15 @@
-"""Measures the host time of a region: Python and driver calls of forward and backward together, including copies.
+"""Measures the CPU time of a region: Python and driver calls of forward and backward together, including copies.
 
     python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
 
-Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its host time is the
+Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its CPU time is the
 time until both calls return, minus the time without regions. The device is idle at the start, and nothing synchronizes inside a
 repeat. Systems alternate in each repeat, so a slow host affects all of them.
 
 `--megatron` also runs Megatron-Core's own engine, which needs megatron-core, Transformer Engine, a GPU and
 NVTE_CPU_OFFLOAD_V1=1 (set by the script). `--profile` lists the slowest functions after the table.
 
-Expected output: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as host time,
+Expected output: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as CPU time,
 so only a GPU shows the engine's own cost.
 """
 
@@ -117,7 +117,7 @@ def synchronize(device: str) -> None:
 
 
 def run_once(chain: PlainChain, x: torch.Tensor, profile: cProfile.Profile | None = None) -> float:
-    """Return the host seconds of one forward and backward."""
+    """Return the CPU seconds of one forward and backward."""
     synchronize(x.device.type)
     begin = time.perf_counter()
     if profile:
@@ -163,7 +163,7 @@ def main() -> None:
 def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
     """Print a table with a row for each system."""
     plain = seconds["no regions"]
-    table = Table(title=f"host time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
+    table = Table(title=f"CPU time of a region, {SAVED_BYTES >> 20} MiB saved, {regions} regions, {device}")
     for column in ("system", "p20 us", "p50 us", "p80 us"):
         table.add_column(column, justify="left" if column == "system" else "right")
     table.add_row("no regions (total)", *(f"{1e6 * each / regions:.1f}" for each in quantiles(plain)))

@@ -4,8 +4,8 @@
 
 The script predicts once from the hardware table and once from a profile. It runs `fgoffload bench ... --profile` on one model
 after another: by default the reference workload, a model with latent attention and a dense model. Each model gets an equal
-share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB and
-Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
+share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB or
+more, and Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
 
 Expected output: a line for each model, then a table with the worst prediction first, and a line per source with its worst
 errors and limits. The folder `--out` receives the table as `predictions.md` and all other files as `predictions.tar.gz`.

@@ -15,9 +15,9 @@
 # the plot. Takes about twenty minutes.
 #
 # Expected output: the progress of each setting, then a table of all settings with p20 and p80 of their steps, the step time
-# over baseline in each repeat, memory and predictions. For each budget, it shows the fastest setting of each system. The --out
-# folder contains the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with peak
-# memory against step time. docs/results/megatron.md shows our results.
+# over baseline in each repeat, memory and predictions. For each budget, the table shows the fastest setting of each system. The
+# --out folder contains the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with
+# peak memory against step time. docs/results/megatron.md shows our results.
 
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."

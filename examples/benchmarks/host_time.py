@@ -1,4 +1,4 @@
-"""Measures the host time of a step for each setting: the time to launch forward and backward, and the waits for the device.
+"""Measures the CPU time of a step for each setting: the time to launch forward and backward, and the waits for the device.
 
     python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings baseline plan:FILE ...] [--steps 8] [--warmup 3]
         [--out FILE] [Megatron's flags]
@@ -6,9 +6,9 @@
 In a forward with experts, the host waits for the device in each layer. Between two waits, the host must launch a layer at least
 as fast as the device runs one, or the device becomes idle. The first wait of each forward is for the previous backward, in
 which the host runs ahead of the device. Waits can therefore be long even if the step is not launch-bound. The script uses no
-profiler, since that would double the host time.
+profiler, since that would double the CPU time.
 
-Expected output: a table of medians per setting in ms per step: the step, the host time of forward and of backward without
+Expected output: a table of medians per setting in ms per step: the step, the CPU time of forward and of backward without
 waits, and the waits in each. With `--out`, the script writes every step as JSON.
 """
 
@@ -49,17 +49,17 @@ class HostStep:
     step_s: float
     """Seconds until the device finished the step."""
     forward_s: float
-    """Host seconds in all forwards, without waits."""
+    """CPU seconds in all forward passes, without waits."""
     forward_waits_s: float
-    """Seconds in which the host waited for an event in forwards."""
+    """Seconds in which the host waited for an event in forward passes."""
     backward_s: float
-    """Host seconds in all backwards, without waits."""
+    """CPU seconds in all backward passes, without waits."""
     backward_waits_s: float
-    """Seconds in which the host waited for an event in backwards."""
+    """Seconds in which the host waited for an event in backward passes."""
 
 
 class Clock:
-    """Sums the host time of the calls that it wraps."""
+    """Sums the CPU time of the calls that it wraps."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -109,7 +109,7 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Measure the host time of Megatron's schedules in the body."""
+    """Measure the CPU time of Megatron's schedules in the body."""
     import megatron.core.pipeline_parallel.schedules as schedules
 
     clock = Clock()
@@ -122,7 +122,7 @@ def clocked() -> Iterator[Clock]:
 
 
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
-    """Return the host time of each timed step of a setting."""
+    """Return the CPU time of each timed step of a setting."""
     found = []
     with runner.train(setting) as trainer, disable_collector():
         for _ in range(warmup):

@@ -11,10 +11,10 @@ only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activ
 Expected output: a row for each setting with the median step, its ratio to the first setting, the peak allocated memory, the
 bytes offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first
 setting's. `over link` is the step time divided by a lower bound, which is the sum of a bound for forward and a bound for
-backward. Each is the larger of two times: that pass in the first setting, and its copies at the link rate of the same run.
-`--budgets` adds settings with a memory budget, shows the prediction of each plan, and prints the plans. A plan settles after 15
-to 70 steps. If a setting fails, its row shows the error. The script prints all rows a second time at the end. It writes them to
-`--out`, or else to a file in the folder `$OUT` if that is set.
+backward. Each of these bounds is the larger of two times: that of the pass in the first setting, and that of the pass's copies
+at the link rate of the same run. `--budgets` adds settings with a memory budget, shows the prediction of each plan, and prints
+the plans. A plan settles after 15 to 70 steps. If a setting fails, its row shows the error. The script prints all rows a second
+time at the end. It writes them to `--out`, or else to a file in the folder `$OUT` if that is set.
 """
 
 import argparse

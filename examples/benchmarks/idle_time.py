@@ -50,7 +50,7 @@ class Gap:
 
     span: Span
     kernel: str
-    """Name of the kernel that ends it, without its types."""
+    """Name of the kernel that ends the gap, without template arguments and parameters."""
     is_at_wait: bool
     """Whether the gap is at a wait. See [Note: Idle time]."""
     waiting_ms: float
@@ -96,7 +96,7 @@ class IdleTime:
 
     @property
     def longest(self) -> Gap | None:
-        """The longest gap, or None without gaps."""
+        """The longest gap; None if there are no gaps."""
         return max(self.gaps, key=lambda gap: gap.span.ms, default=None)
 
     def sum_by_kernel(self) -> dict[str, tuple[int, float, float]]:
@@ -149,13 +149,13 @@ def list_waits(events: Iterable[Event]) -> list[Span]:
 
 
 def shorten(name: str) -> str:
-    """Return the name of a kernel without its types."""
+    """Return the name of a kernel without template arguments and parameters."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     return plain.partition("<")[0].partition("(")[0]
 
 
 def _describe_gap(span: Span, kernel: Event, waits: Sequence[Span], *, is_late_launch: bool) -> Gap:
-    # The host is in one wait at a time, so their ends are ordered too.
+    # The host is in one wait at a time, so the ends of the waits are ordered too.
     first = bisect.bisect_left(waits, span.begin_us, key=lambda wait: wait.end_us)
     last = bisect.bisect_left(waits, span.end_us, key=lambda wait: wait.begin_us)
     own = waits[first:last]

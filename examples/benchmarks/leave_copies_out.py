@@ -8,7 +8,7 @@ copies, and without offload but with the plan's recompute. Every other round run
 have the same groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
 
 Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
-offload in the same round with its 95% interval. "no copies" shows the host time of groups. The rest is the cost of copies:
+offload in the same round with its 95% interval. "no copies" shows the CPU time of groups. The rest is the cost of copies:
 compute waits for them, and they share memory bandwidth with the host. With `--out`, the script writes every step as JSON.
 """
 
@@ -112,7 +112,7 @@ def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Tabl
 
 
 def describe_ratios(ratios: Sequence[float]) -> str:
-    """Return the geometric mean of `ratios`, with its 95% interval if there are enough of them."""
+    """Return the geometric mean of `ratios`, with its 95% interval if there are enough ratios."""
     interval = find_ratio_interval(ratios)
     mean = statistics.geometric_mean(ratios)
     return f"{mean:.3f}" if interval is None else f"{mean:.3f} [{interval[0]:.3f} {interval[1]:.3f}]"

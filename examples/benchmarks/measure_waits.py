@@ -169,7 +169,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
         d2h_bytes = 0 if trainer.integration is None else trainer.integration.last_step.d2h_bytes
         if trainer.integration is not None and not d2h_bytes:
             raise ConfigError(
-                f"--tags {' '.join(tags)} offload nothing in this model. Use others, or a smaller --min-offloaded-tensor-size."
+                f"--tags {' '.join(tags)} offload nothing in this model. Use other tags, or lower --min-offloaded-tensor-size."
             )
         idle = None
         if repeat == 0 and job.writes_traces:

@@ -20,7 +20,7 @@ SETTINGS = {"baseline": None, "MLPs offloaded": ["model.layers.*.mlp"], "layers 
 
 
 def measure(patterns: list[str] | None) -> list[float]:
-    """Return the MiB of activations on the device whenever autograd saves or unpacks a tensor in the second step."""
+    """Return the MiB of activations on the device at each save and unpack of a tensor in the second step."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 512))

@@ -2,9 +2,9 @@
 
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
-The model is a stack of blocks in bfloat16, each with a norm, two wide linears and a residual. The script offloads the saved
-tensors of the second linear. It writes `trace.json` for https://ui.perfetto.dev, and `trace.png`, which shows the kernels and
-copies of the same step in lanes. Needs a CUDA GPU.
+The model is a stack of blocks in bfloat16, each with a norm, two wide linears and a residual connection. The script offloads
+the saved tensors of the second linear. It writes `trace.json` for https://ui.perfetto.dev, and `trace.png`, which shows the
+kernels and copies of the same step in lanes. Needs a CUDA GPU.
 
 Expected output: a table of the copied bytes and their times. In the plot, copies to the host run during forward, and
 copies to the device during backward, at the same time as kernels.
