@@ -32,7 +32,7 @@ SLABS = 4
 OBJECTS = 400_000
 """Number of objects. Their total of over 40 MB exceeds the private caches of a core."""
 LOOKUPS, VIEWS = 60_000, 3_000
-"""Lookups and views per clock reading. They take about ten milliseconds."""
+"""Lookups and views per measurement, which take about ten milliseconds."""
 MAX_SECONDS = 1
 """Maximum of `--seconds`. The copies of a longer measurement would fill the driver's queue and block the host."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
