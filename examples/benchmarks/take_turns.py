@@ -139,8 +139,7 @@ def _serve(job: Job, setting: Setting, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def start(job: Job, workers: Sequence[Worker], folder: Path, *, repeat: int) -> Iterator[dict[Worker, Connection]]:
-    """Start a process for each of `workers`, and end the processes after the body. The processes build their models in
-    parallel."""
+    """Start a process for each of `workers`, and end all of them after the body. Models are built in parallel."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections = {}
