@@ -176,7 +176,7 @@ def test_timeline_and_plot_are_written(capsys, config, tmp_path):
         ((LLAMA, "--gpu=h100", "--reserve=60GiB", "--offload-memory-budget=79GiB"), "Lower --reserve 60.00 GiB, spread"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "1GiB"), "static memory of pipeline rank 0"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-bugdet", "60GiB"), "Did you mean --offload-memory-budget?"),
-        ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide the 14336 channels"),
+        ((MIXTRAL, "--gpu", "h100", "--etp", "3"), "--expert-tensor-parallel-size 3 does not divide moe_ffn_hidden_size 14336"),
         ((LLAMA, "--gpu", "h100", "--offload-memory-budget", "81GiB"), "--offload-memory-budget 81.00 GiB is more than the"),
         ((LLAMA, "--gpu", "h100", "--sweep", "--timeline", "t.json"), "--sweep plans for many budgets, but --timeline is for"),
     ],

@@ -207,8 +207,8 @@ def check_shared_layers(
         shared, channels = model.experts.shared_ffn_hidden_size, model.experts.ffn_hidden_size
         rows += [
             ("expert_parallel_size", expert_parallel_size, "num_experts {}", model.experts.num_experts),
-            ("tensor_parallel_size", tensor_parallel_size, "the shared experts' ffn_hidden_size {}", shared),
-            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "the experts' ffn_hidden_size {}", channels),
+            ("tensor_parallel_size", tensor_parallel_size, "moe_shared_expert_intermediate_size {}", shared),
+            ("expert_tensor_parallel_size", expert_tensor_parallel_size, "moe_ffn_hidden_size {}", channels),
         ]
     elif expert_parallel_size > 1:
         raise ConfigError(f"expert_parallel_size {expert_parallel_size} requires experts, but {model.name} has none. Use 1.")
