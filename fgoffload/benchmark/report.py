@@ -182,7 +182,7 @@ def has_intervals(summaries: Iterable[Summary]) -> bool:
 
 
 def name_row(setting: Setting, process: ProcessKind) -> str:
-    """Return the name of a setting's row, with the kind of process for a `baseline` that is not of the main kind."""
+    """Return the name of a setting's row, with the kind of process for a `baseline` outside the main process."""
     return f"{setting.name} ({process.value})" if setting == BASELINE and process is not ProcessKind.MAIN else setting.name
 
 

@@ -84,7 +84,7 @@ def show_plan(
         _write(checked.json, plan.to_json(predicted=list_prediction(report, subject)))
     console.print(describe_use(solution, checked.json), soft_wrap=True, highlight=False)
     if not checked.verbose and solution.plan.actions:
-        console.print("--verbose also shows each kind of layer, each rank, and the reasons.")
+        console.print("--verbose adds the cost and reason of each action, and the peak of each rank.")
     if checked.plot is not None or checked.timeline is not None:
         with _working("drawing"):
             _draw_step(report, checked, budget_bytes=budget_bytes, title=subject.title)

@@ -193,7 +193,7 @@ class OffloadEngine:
             self.execution.execute(self._schedule.expect_backward(lane))
 
     def capture(self, place: Place) -> Capture:
-        """Return a context manager for the forward of a layer, during warm-up or capture."""
+        """Return a context manager that counts a layer's saves in warm-up, and stages them during graph capture."""
         return Capture(self.device, self.staging, self.registry, self._rules, place)
 
     def keep(self, tensors: Iterable[torch.Tensor], *, reason: KeptReason = KeptReason.MARKED) -> None:

@@ -1,4 +1,4 @@
-"""Offload for plain PyTorch: modules selected by globs, blocks of code, manual regions, and single tensors.
+"""Offload for plain PyTorch: modules selected by globs, blocks of code, manual regions, and individual tensors.
 
 Import these functions from `fgoffload`: `offload`, `saved_tensors`, `region`, `offload_tensor`, `estimate_savings` and
 `explain`.

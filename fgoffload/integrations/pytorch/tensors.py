@@ -1,4 +1,4 @@
-"""Offloads and reloads single tensors."""
+"""Offloads and reloads individual tensors."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -45,7 +45,7 @@ class Candidate:
 class PipelineSearch:
     """Searches for the best plan of all ranks, and caches results across budgets.
 
-    For each budget, the walks of all ranks together simulate at most `layer_passes` forwards and backwards of single layers.
+    For each budget, the walks of all ranks together simulate at most `layer_passes` forwards and backwards of one layer each.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:

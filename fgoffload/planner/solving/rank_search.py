@@ -162,7 +162,7 @@ def _list_steps(
     s_per_moved_byte: float,
     late: LateCosts,
 ) -> list[tuple[int, Treatment]]:
-    """Return indices of layers and their next treatments, ordered by the price of device memory at which they pay off.
+    """Return pairs of a layer's index and its next treatment, by the price of device memory at which the treatment pays off.
 
     For each kind of layer, the fastest treatments for each number of kept bytes form a convex curve. It begins with keeping
     everything and ends with keeping as little as possible. Each step along it frees bytes at a price. Steps are ordered by

@@ -15,7 +15,7 @@ timing of a step ends when the next step begins, so it includes the script's wor
 timed, because the allocator is still adapting. The median ignores one step with an evaluation or checkpoint.
 
 A step with more or larger microbatches than planned ends a trial, and a plan for that step starts a new one. Smaller steps are
-neither timed nor measured. The first plan is kept if the warm step would exceed the budget or fails. It is also kept if there
+neither timed nor measured. The first plan is kept if the second measurement fails or would not fit. It is also kept if there
 is no second plan, if both plans are the same, or if the second plan takes more memory than both the first plan and the budget.
 """
 

@@ -67,7 +67,7 @@ class _Scanner:
         self._at = 0
         self._newlines = [match.start() for match in re.finditer("\n", text)]
         self._documents: list[str] = []
-        """End markers of the here-documents that begin after the current line."""
+        """Delimiters of the here-documents that begin after the current line."""
 
     def scan(self, *, in_array: bool = False) -> list[Word]:
         begin = self._at

@@ -189,7 +189,7 @@ class StepRecorder:
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the segment of the region that forward leaves, and begin the one after it."""
+        """End the innermost region's segment, and resume the outer region's segment or begin the next one."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)

@@ -6,7 +6,7 @@
 [Note: Outputs that are still referenced]
 Hooks get only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
 or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into that storage. Engine
-regions that begin inside the hooks do nothing, so the hooks surround only single linears, a router's matmul, and attention.
+regions that begin inside the hooks do nothing, so the hooks surround only individual linears, a router's matmul, and attention.
 """
 
 import functools
