@@ -85,7 +85,6 @@ class PipelineSearch:
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
         nearest_plan = None if nearest is None else nearest.flags.make_plan(self.ranks)
-        usual += [] if nearest_plan is None else [nearest_plan]
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
         found += self._find_together(budget_bytes, usual, nearest_plan)

@@ -77,9 +77,9 @@ class RankSearch:
         if self.kept.peak_bytes > budget_bytes:
             if nearest is not None and self._is_nearly_free(nearest, budget_bytes):
                 self._swept.add(budget_bytes)
-                starts = ()
-            for state in starts:
-                self.evaluate(state)
+            else:
+                for state in starts:
+                    self.evaluate(state)
             if budget_bytes not in self._swept:
                 self._swept.add(budget_bytes)
                 self._sweep(budget_bytes)
