@@ -17,7 +17,7 @@ from fgoffload.planner.simulation.simulator import simulate
 from fgoffload.planner.solving.local_search import LocalSearch
 from fgoffload.planner.solving.megatron_flags import MEGATRON_BASELINES, list_baselines, list_offloading_flags
 from fgoffload.planner.solving.nearest_flags import FlagSearch, NearestFlags
-from fgoffload.planner.solving.rank_search import NEARLY_FREE, RankSearch
+from fgoffload.planner.solving.rank_search import RankSearch
 from fgoffload.planner.solving.states import State, list_slots, make_plan, read_plan
 
 _MOST_CORRECTIONS = 4
@@ -104,11 +104,13 @@ class PipelineSearch:
         searches = [
             (place, self._get_search(place)) for place in sorted({one for chosen in self._searched.values() for one in chosen})
         ]
+        slowest_s = max(search.microbatch_s for _, search in searches)
         for place, search in searches:
             rank = self.ranks[place]
             state = None if nearest is None else read_plan(nearest, rank)
-            search.find(budget_bytes, starts=[read_plan(plan, rank) for plan in usual], nearest=state)
-        self._walk([search for _, search in searches], budget_bytes)
+            starts = [read_plan(plan, rank) for plan in usual]
+            search.find(budget_bytes, starts=starts, nearest=state, slowest_s=slowest_s)
+        self._walk([search for _, search in searches], budget_bytes, slowest_s)
         budgets = [budget_bytes] * len(self.ranks)
         found: list[Candidate] = []
         for _ in range(_MOST_CORRECTIONS):
@@ -145,11 +147,11 @@ class PipelineSearch:
         window = search.loss_window_bytes if any(one.moved_bytes for one in state) else None
         return state, window, search.evaluate(state).peak_bytes
 
-    def _walk(self, searches: Sequence[RankSearch], budget_bytes: int) -> None:
+    def _walk(self, searches: Sequence[RankSearch], budget_bytes: int, slowest_s: float) -> None:
         """Run walks with at most `layer_passes` in total, first on the ranks with the longest steps."""
         left = self._layer_passes
-        steps = [(search.evaluate(search.pick(budget_bytes)).step_s, search) for search in searches]
-        walked = [(step_s, search) for step_s, search in steps if step_s > NEARLY_FREE * search.kept.step_s]
+        picked = [(search.pick(budget_bytes), search) for search in searches]
+        walked = [(search.evaluate(one).step_s, search) for one, search in picked if not search.is_nearly_free(one, slowest_s)]
         for place, (_, search) in enumerate(sorted(walked, key=lambda pair: -pair[0]), start=1):
             before = len(search.known)
             simulations = left // max(search.layer_passes, 1)

@@ -19,8 +19,7 @@ from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatment
 _COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of a copy's time to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
-NEARLY_FREE = 1.01
-"""The search for a rank stops once a state fits and its step takes at most this many times the baseline step."""
+_NEARLY_FREE = 1.01  # limit on the microbatch time of a rank without further search, relative to the slowest rank's baseline
 
 Base = Mapping[int, Treatment]  # treatments by index of the layer
 
@@ -42,6 +41,7 @@ class RankSearch:
         self.known: dict[object, tuple[State, RankCost]] = {}  # simulated states, by `make_key`
         self.loss_window_bytes = loss_window_bytes
         self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # per simulation
+        self._microbatches = 1 + max(one.microbatch for one in self.rank.passes)
         self._swept: set[int] = set()  # budgets of earlier sweeps, and budgets that need none
 
     @functools.cached_property
@@ -68,14 +68,22 @@ class RankSearch:
             self.known[key] = (state, RankCost(result.step_s, result.peak_bytes, result.loss_window_bytes))
         return self.known[key][1]
 
-    def find(self, budget_bytes: int, *, starts: Iterable[State] = (), nearest: State | None = None) -> State:
+    @property
+    def microbatch_s(self) -> float:
+        """Seconds of one microbatch in the baseline."""
+        return self.kept.step_s / self._microbatches
+
+    def find(
+        self, budget_bytes: int, *, starts: Iterable[State] = (), nearest: State | None = None, slowest_s: float = 0.0
+    ) -> State:
         """Simulate `starts`, sweep, and return the best of all simulated states: with a budget of 0, that with the lowest peak.
 
-        If `nearest`, the state of Megatron's own flags, is nearly free, `starts` and the sweep are skipped.
+        If `nearest`, the state of Megatron's own flags, fits and is nearly free, `starts` and the sweep are skipped.
+        For `slowest_s`, see `is_nearly_free`.
         """
         # The baseline is the fastest and simplest plan if it fits.
         if self.kept.peak_bytes > budget_bytes:
-            if nearest is not None and self._is_nearly_free(nearest, budget_bytes):
+            if nearest is not None and self._fits(nearest, budget_bytes) and self.is_nearly_free(nearest, slowest_s):
                 self._swept.add(budget_bytes)
             else:
                 for state in starts:
@@ -85,9 +93,15 @@ class RankSearch:
                 self._sweep(budget_bytes)
         return self.pick(budget_bytes)
 
-    def _is_nearly_free(self, state: State, budget_bytes: int) -> bool:
-        cost = self.evaluate(state)
-        return cost.peak_bytes <= budget_bytes and cost.step_s <= NEARLY_FREE * self.kept.step_s
+    def is_nearly_free(self, state: State, slowest_s: float = 0.0) -> bool:
+        """Return whether a faster state would hardly make the whole step faster.
+
+        `slowest_s` is the longest `microbatch_s` of all ranks. Faster ranks wait for the slowest one anyway.
+        """
+        return self.evaluate(state).step_s / self._microbatches <= _NEARLY_FREE * max(slowest_s, self.microbatch_s)
+
+    def _fits(self, state: State, budget_bytes: int) -> bool:
+        return self.evaluate(state).peak_bytes <= budget_bytes
 
     def borrow(self, others: Sequence["RankSearch"], budget_bytes: int) -> State | None:
         """Return the fastest state of `others`, ranks with the same layers, that fits this rank, or None if no state fits."""
@@ -99,7 +113,7 @@ class RankSearch:
         for _, number, state in sorted(pool, key=lambda one: one[:2]):
             # Ranks with the same layers have similar peaks apart from the bytes of their layers.
             beside_bytes = others[number].evaluate(state).peak_bytes - others[number].count_bytes(state)
-            if beside_bytes + self.count_bytes(state) <= budget_bytes and self.evaluate(state).peak_bytes <= budget_bytes:
+            if beside_bytes + self.count_bytes(state) <= budget_bytes and self._fits(state, budget_bytes):
                 return state
         return None
 
@@ -131,7 +145,7 @@ class RankSearch:
             def fits(count: int, base: Base = base, steps: Sequence[tuple[int, Treatment]] = steps) -> bool:
                 chosen = {**base, **dict(steps[:count])}
                 state = tuple(chosen.get(place, KEEP) for place in range(len(self.slots)))
-                return self.evaluate(state).peak_bytes <= budget_bytes
+                return self._fits(state, budget_bytes)
 
             if fits(len(steps)):
                 bisect.bisect_left(range(len(steps)), x=True, key=fits)

@@ -50,13 +50,13 @@ def test_everything_is_kept_if_it_fits_into_the_budget():
     assert {decision.reason for decision in everything.decisions} == {"everything fits"}
 
 
-@pytest.mark.parametrize("rate", [1.0, 1e9])
-def test_flags_that_cost_nothing_need_no_sweep(rate):
+@pytest.mark.parametrize(("rate", "slowest_s", "is_free"), [(1.0, 0.0, False), (1e9, 0.0, True), (1.0, 1e9, True)])
+def test_flags_that_cost_nothing_need_no_sweep(rate, slowest_s, is_free):
     rank = make_toy_rank(link=LinkModel(d2h_bytes_per_s=rate, h2d_bytes_per_s=rate, duplex_bytes_per_s=rate))
     search = RankSearch(rank, loss_window_bytes=None)
     nearest = read_plan(list_baselines([rank])["offload everything"].make_plan([rank]), rank)
-    found = search.find(search.kept.peak_bytes - 10, nearest=nearest)
-    assert (found == nearest) == (len(search.known) == 2) == (rate == 1e9)  # 2: the baseline and the flags
+    found = search.find(search.kept.peak_bytes - 10, nearest=nearest, slowest_s=slowest_s)
+    assert (found == nearest) == (len(search.known) == 2) == is_free  # 2: the baseline and the flags
 
 
 def test_an_infeasible_budget_is_reported_with_rank_bytes_op_and_fix():
