@@ -28,6 +28,7 @@ IDEAL = Efficiency(
     ),
     **dict.fromkeys(("narrow_attention", "nvlink"), 1.0),
     **dict.fromkeys(("grouped_rows", "rerun_extra", "kernel_start_s", "host_s_per_launch", "collective_start_s"), 0.0),
+    **dict.fromkeys(("attention_row_s", "sink_row_s"), 0.0),
 )
 
 # 2 sequences of 64 tokens, hidden 32, 4 heads of 8 in 2 groups, an MLP of 48: 128 rows.

@@ -181,6 +181,7 @@ def _read_gpt_oss(document: Mapping[str, Any]) -> dict[str, Any]:
         "has_linear_bias": True,
         "has_quick_gate": True,
         "has_attention_sinks": True,
+        "has_fused_rotary": False,  # Megatron's fused kernel does not support the scale factor of YaRN
         "experts": make_local_experts(document),
         **make_window(document, find_window_layers(document) or [number % 2 == 0 for number in range(layers)]),
     }

@@ -47,6 +47,8 @@ class Work:
     kernels: int = 1
     expert_rows: int | None = None  # rows of each expert's matrix product, or None for a single product
     head_channels: int = FULL_HEAD_CHANNELS  # channels of an attention head
+    attention_rows: int = 0  # query rows of all heads, in backward attention
+    sink_rows: int = 0  # query rows of all heads with learned sinks, in backward attention
 
 
 class Pattern(enum.Enum):

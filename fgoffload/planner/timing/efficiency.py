@@ -49,6 +49,12 @@ class Efficiency:
     narrow_attention: float = 0.7
     """Attention efficiency at head dimension 64 relative to 128, interpolated in between. Source: the same figures;
     FlashAttention-3 reaches 400 and 410 TFLOP/s at head dimension 64."""
+    attention_row_s: float = 1.2e-9
+    """Minimum seconds of backward attention per query row and head, which small windows reach. Source: 0.32 ms for 4096 tokens,
+    64 heads and a window of 128 tokens in a layer of GPT-OSS 120B on an H200. A guess for other devices."""
+    sink_row_s: float = 1.5e-9
+    """Seconds that learned attention sinks add to backward attention per query row and head. Source: 0.4 ms for 4096 tokens and
+    64 heads in a layer of GPT-OSS 120B on an H200. A guess for other devices."""
     nvlink: float = 0.80
     """Fraction of the NVLink rate that collectives reach within a domain. Source: nccl-tests on 8 H200 reach 361
     GB/s of 450 in all-gather. Ring all-reduce reaches 235 of 300 on A100, 682 of 900 on B200 and 313 of 448 on MI300X (Stas
@@ -86,5 +92,15 @@ class Efficiency:
                 check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 
 
-_FROM_ZERO = ("rerun_extra", "grouped_rows", "kernel_start_s", "host_s_per_launch", "collective_start_s")
+_FROM_ZERO = frozenset(
+    [
+        "rerun_extra",
+        "grouped_rows",
+        "attention_row_s",
+        "sink_row_s",
+        "kernel_start_s",
+        "host_s_per_launch",
+        "collective_start_s",
+    ]
+)
 """Fields that may be 0 or exceed 1."""

@@ -148,7 +148,8 @@ class Clock:
             is_fp8 = work.limit in (Limit.FP8_MATMUL, Limit.GROUPED_FP8_MATMUL)
             rate = get_rate(self.hardware, "fp8_flop_per_s" if is_fp8 else "bf16_flop_per_s", self.hardware.name)
             seconds = max(seconds, work.flop / (rate * self._find_part(work)))
-        return seconds + work.kernels * self.efficiency.kernel_start_s
+        seconds = max(seconds, work.attention_rows * self.efficiency.attention_row_s)
+        return seconds + work.sink_rows * self.efficiency.sink_row_s + work.kernels * self.efficiency.kernel_start_s
 
     def _find_part(self, work: Work) -> float:
         part: float = getattr(self.efficiency, work.limit.value) * self.hardware.compute_efficiency

@@ -355,7 +355,8 @@ def _find_positions(values: Mapping[str, Any]) -> dict[str, Any]:
                 f"Use {values['seq_length']} or more."
             )
         return {"learned_positions": positions, "rotary_percent": 0.0}
-    return {"rotary_percent": 0.0 if kind == "none" else values.get("rotary_percent", 1.0)}
+    # Megatron's fused kernel does not support the scale factor of YaRN.
+    return {"rotary_percent": 0.0 if kind == "none" else values.get("rotary_percent", 1.0), "has_fused_rotary": kind != "yarn"}
 
 
 def _find_window(values: Mapping[str, Any], num_layers: int) -> dict[str, Any]:

@@ -4,8 +4,10 @@ Most tests use a device with a single bottleneck: compute of 1e12 FLOP/s with in
 with infinitely fast compute.
 """
 
+import dataclasses
+
 import pytest
-from support.layer_times import DENSE, MOE, change_experts, run
+from support.layer_times import DENSE, IDEAL, MOE, change_experts, run
 
 from fgoffload import ConfigError
 from fgoffload.planner.ranks.layer_model import HostWait
@@ -25,6 +27,12 @@ def test_causal_attention_computes_half_of_all_pairs_and_2_5_times_that_in_backw
     # Two products of 2 x 64 x 64 x 8 FLOP for 2 sequences and 4 heads, halved.
     assert core.forward_s == pytest.approx(2 * 2 * 64 * 64 * 8 * 2 * 4 / 2 / 1e12)
     assert core.backward_s == pytest.approx(2.5 * core.forward_s)
+
+
+def test_small_windows_and_sinks_take_time_per_query_row_and_head():
+    efficiency = dataclasses.replace(IDEAL, attention_row_s=1.0, sink_row_s=10.0)
+    times = [run(dataclasses.replace(DENSE, has_attention_sinks=one), efficiency=efficiency) for one in (False, True)]
+    assert [one["core_attn"].backward_s for one in times] == [2 * 64 * 4, 11 * 2 * 64 * 4]
 
 
 def test_the_host_waits_only_before_the_dispatch_of_tokens():
