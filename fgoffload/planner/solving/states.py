@@ -15,7 +15,7 @@ from fgoffload.planner.solving.treatments import Treatment, measure_treatment
 
 @functools.lru_cache(maxsize=64)
 def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the distinct numbers of microbatches in flight between passes, by chunk."""
+    """Return the distinct numbers of microbatches in flight between passes, each as a tuple with one number per chunk."""
     return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
@@ -23,10 +23,10 @@ class LayerSlot(NamedTuple):
     """A layer of a rank, with the numbers that the solver needs to choose its treatment."""
 
     chunk: int  # model chunk on the rank
-    number: int  # number in the whole model
+    number: int  # layer number in the whole model
     layer: LayerModel
     microbatches: int  # per step
-    in_flight: int  # microbatches in flight when the layers together hold the most bytes
+    in_flight: int  # microbatches in flight when the rank's layers together hold the most bytes
 
 
 State = tuple[Treatment, ...]
