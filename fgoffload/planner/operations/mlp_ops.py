@@ -21,7 +21,7 @@ top-k choice, routing map, probabilities. Counted in the code of Megatron-Core 0
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3  # like the two above, per forward or backward; counted in the code of Megatron-Core 0.16.1
+_FUSED_PERMUTE_KERNELS = 3  # all three: per forward or backward, counted in the code of Megatron-Core 0.16.1
 
 _DISPATCHER_LAUNCHES = 80
 """Host time of Megatron's Python code around router, dispatcher and grouped linears, in forward or in backward, expressed as a

@@ -9,7 +9,7 @@ import enum
 FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
 """Bytes per element."""
 
-_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes moved per weight if the matrix product accumulates gradients: it updates the sum
+_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes moved per weight if the matrix product itself adds the gradient to the sum
 
 _UNFUSED_GRADIENT_BYTES = BF16 + 2 * FP32
 """Bytes moved per weight if a separate kernel accumulates gradients: it reads the gradient, and reads and writes the sum."""

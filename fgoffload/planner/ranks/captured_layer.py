@@ -58,7 +58,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return `rank`, which models eager execution, converted to execution with `graphs`."""
+    """Convert `rank`, which models eager execution, to execution with `graphs`."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace

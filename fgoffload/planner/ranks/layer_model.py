@@ -99,7 +99,7 @@ class LayerModel:
     """Storages that the layer saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward first needs it at its last tag's segment. A tag without a
-    segment belongs to the first segment. A tensor is offloaded once, with the first submitted group of its tags.
+    segment belongs to the first segment. A tensor is offloaded once, with the first of its tags' groups to be submitted.
     """
     units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports
 

@@ -11,7 +11,7 @@ from fgoffload.plan import Action
 
 
 class EventKind(enum.Enum):
-    """Kinds of events. Each value names the `RankRun` method that simulates the event. The comments describe its argument."""
+    """Kinds of events. Each value names the `RankRun` method that simulates the event; its comment describes the argument."""
 
     COMPUTE = "compute"  # a `Compute`
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment

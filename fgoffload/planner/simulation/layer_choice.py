@@ -35,18 +35,18 @@ _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_
 class Take(NamedTuple):
     """A point in backward at which a tensor is needed."""
 
-    before: int  # the tensor is needed before this segment's backward
+    before: int  # next segment to run backward after this point
     unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs the tensor; None if the site is not offloaded. A group's takes show how far backward is."""
+    """Group of the site that needs the tensor; None if the site is not offloaded. Its takes show how far backward has come."""
 
 
 class PlacedTensor(NamedTuple):
     """A tensor with its lifetime, which begins in forward or in a recompute and ends in backward."""
 
     tensor: SavedTensor
-    saved_after: int  # segment whose forward allocates it
-    freed_after: int  # backward of this segment frees it
+    saved_after: int  # segment whose forward allocates the tensor
+    freed_after: int  # segment whose backward frees the tensor
     takes: tuple[Take, ...] = ()  # points at which backward needs it, in order; empty for a recomputed tensor
     used_until: int = -1  # last segment whose forward reads the tensor; its memory can be freed only after that
     offloaded_by: int = -1  # group that offloads the tensor: the first to be submitted of those that save it
@@ -62,10 +62,10 @@ class OffloadedGroup(NamedTuple):
     starts_at: int  # first segment of its site, which determines the order of groups
     ends_after: int  # last segment of its site; the group is submitted after it unless the group is held
     held_until: int | None
-    """Segment whose host wait the submission follows. None if the group is submitted as soon as it ends."""
+    """Segment whose host wait delays the submission of the group; None if the group is submitted as soon as it ends."""
     opened_before_end: int  # number of the layer's groups that start before this group ends, including itself
     submit_place: int  # position in the submission order of the layer's groups
-    needed_before: int  # its site first needs a tensor before this segment's backward
+    needed_before: int  # next segment to run backward when the site first needs a tensor
 
     @property
     def size_bytes(self) -> int:
@@ -77,7 +77,7 @@ class Recompute(NamedTuple):
     """A unit that is recomputed in backward."""
 
     unit: str  # name of the unit, as in a plan
-    before: int  # the recompute runs before this segment's backward
+    before: int  # next segment to run backward after the recompute
     segments: tuple[int, ...]  # recomputed segments, in order
     seconds: tuple[float, ...]  # recompute seconds of each segment
     tensors: tuple[PlacedTensor, ...]  # recomputed tensors; `saved_after` is one of `segments`
@@ -276,7 +276,7 @@ def _list_recomputes(
 
 
 def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], places: _Places) -> dict[str, int]:
-    """Map each unit's name to the segment whose backward its recompute precedes."""
+    """Map each unit's name to the segment whose backward follows the unit's recompute."""
     before: dict[str, int] = {}
     readers: list[tuple[frozenset[int], int]] = []
     # In reverse forward order, because a unit must run before any recompute that reads its output.

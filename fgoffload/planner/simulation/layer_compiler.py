@@ -96,7 +96,7 @@ class LayerCompiler:
         self._host_s = rules.host_s / len(self._segments)  # host seconds per segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
-        """Recompute that runs a dispatcher that keeps tensors, or None. See [Note: Tensors that dispatchers keep]."""
+        """Recompute of a dispatcher that keeps tensors, or None. See [Note: Tensors that dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._is_recomputed = any(recompute.unit == "layer" for recompute in resolved.recomputes)
         """Whether the whole layer is recomputed. Its checkpoint saves only the input, so the engine sees no tensors inside."""
@@ -113,7 +113,7 @@ class LayerCompiler:
         self._bundles: list[tuple[PlacedTensor, int]] = []
         """One tensor of each bundle, and the bundle's index. The engine copies and frees the tensors of a bundle together."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}
-        """Tensors that backward needs, keyed by the segment whose backward they precede and the unit recomputed there."""
+        """Tensors that backward needs, keyed by the segment that runs next in backward and the unit recomputed before it."""
 
     def add_groups(self, groups: list[PlacedGroup], bundles: list[Bundle]) -> None:
         """Append the groups and bundles of this layer to those of earlier layers."""
@@ -241,9 +241,9 @@ class LayerCompiler:
             events.add(EventKind.DISPATCH, self._dispatcher)
 
     def _take(self, events: EventList, place: int, unit: str | None) -> None:
-        """Add events for the tensors that the recompute of `unit` needs or, if it is None, the backward of a segment.
+        """Add events for the tensors needed by the recompute of `unit` or, if it is None, by the backward of a segment.
 
-        Here, the engine also releases tensors of sites without offload. A group's takes show that backward has reached it.
+        Here, the engine also releases tensors of sites without offload. A group's takes show that backward is there.
         """
         sizes_bytes = self._resolved.released_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:

@@ -41,7 +41,7 @@ class CopyQueue:
         # Capped, because a measured duplex rate above the one-way rate is noise.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
         """Fraction of this direction's rate that remains while the other direction is busy."""
-        self.waited_since_s = math.inf  # time since which compute has been waiting for this direction; else infinite
+        self.waited_since_s = math.inf  # time since which compute has been waiting for this direction; infinite if it is not
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
 

@@ -25,8 +25,8 @@ from fgoffload.transfer_schedule import ReloadDecision, ScheduledGroup, Schedule
 _ROUNDING_S = 1e-9  # tolerance in seconds, far shorter than any copy
 
 _NEARLY_DONE_PART = 0.005
-"""At the loss, a copy to the host is nearly done if its remaining time is at most this fraction of the forward time. Plans wait
-for such copies, because keeping their groups on the GPU would require a recompute elsewhere, which is rarely faster."""
+"""At the loss, an offload is nearly done if its remaining time is at most this fraction of the forward time. Compute then waits
+for it, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
 
 # Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState

@@ -19,7 +19,7 @@ from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatment
 _COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of a copy's time to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
-_NEARLY_FREE = 1.01  # a rank needs no search if its microbatches take at most this multiple of the slowest baseline
+_NEARLY_FREE = 1.01  # a rank needs no search if its microbatches take at most this multiple of the slowest rank's baseline
 
 Base = Mapping[int, Treatment]  # treatments keyed by layer index
 
@@ -196,7 +196,7 @@ def _list_steps(
 
 
 def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
-    """Return treatments by decreasing kept bytes, each with the price per byte of its segment of the curve."""
+    """Return treatments by decreasing kept bytes, each with the price per byte of its section of the curve."""
     current, curve = rows[0], []
     while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
         prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]

@@ -106,7 +106,7 @@ def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | No
 
 
 def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
-    """Return an error message if the static memory of a rank uses up the budget, or None if it leaves some."""
+    """Return an error message if the static memory of a rank uses up the budget, or None if some budget is left."""
     worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:

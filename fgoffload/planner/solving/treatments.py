@@ -1,4 +1,4 @@
-"""Lists the treatments of a layer (its actions) that are Pareto-optimal in memory, copies and recompute.
+"""Lists the treatments (sets of actions) of a layer that are Pareto-optimal in memory, copies and recompute.
 
 We start by keeping everything, change one tag or unit at a time, and drop dominated treatments after each round. This reduces
 thousands of treatments to a few dozen.
