@@ -171,7 +171,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:
-    """Return the number of query-key pairs per rank. A sequence of s tokens has s²/2, or sw - w²/2 with a window of w."""
+    """Return the query-key pairs per sequence and rank. All ranks together have s²/2, or sw - w²/2 with window w."""
     ranks = execution.context_parallel_size
     tokens = shape.seq_length * ranks
     window = tokens if execution.window_tokens is None else min(execution.window_tokens, tokens)

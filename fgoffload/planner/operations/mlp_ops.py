@@ -209,7 +209,7 @@ def count_permutation_part(shape: LayerShape, experts: ExpertsShape) -> float:
 
 
 def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
-    """Return the memory traffic in bytes of permuting tokens and of unpermuting them, and the number of kernels of each."""
+    """Return the memory traffic in bytes of permuting tokens and of unpermuting them, and the number of kernels for each."""
     if experts.has_fused_permutation:
         # Each token is read once and written once per expert; unpermuting does the reverse.
         moved = sizes.hidden + sizes.permuted
@@ -229,7 +229,7 @@ def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
-    """Return the all-to-all of the rank with the most rows, and the gather of ranks that share an expert."""
+    """Return the all-to-all traffic of the rank with the most rows, and the gather among ranks that share an expert."""
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:

@@ -40,10 +40,10 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A storage that one or more tags of a layer save."""
+    """A storage that a layer saves under one or more tags."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save the tensor, in forward order; can be empty only in `UnitModel.keeps`
+    tags: tuple[str, ...]  # tags under which it is saved, in forward order; can be empty only in `UnitModel.keeps`
     size_bytes: int  # bytes on this rank for one microbatch
     is_same_in_all_layers: bool = False  # whether all layers share this storage, which then stays on the GPU
     element_bytes: int = 2  # bytes per element, to convert the minimum number of elements to bytes
@@ -72,11 +72,11 @@ class UnitModel:
     copy_s: float = 0.0  # seconds that Megatron's own checkpoint takes to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units inside this unit, which save nothing if it is recomputed. None means those listed in `fgoffload.tags`."""
+    """Tags and units inside this unit, whose tensors are not saved if it is recomputed. None: as in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Tags and units inside this unit, which save nothing if it is recomputed."""
+        """Tags and units inside this unit, whose tensors are not saved if it is recomputed."""
         if self.covers is not None:
             return self.covers
         unit = find_recompute_unit(self.name)
@@ -129,7 +129,7 @@ class LayerModel:
 
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
-        """Tags that save at least one offloadable tensor."""
+        """Tags with at least one offloadable tensor."""
         return frozenset(tag for tensor in self.tensors if not tensor.stays for tag in tensor.tags)
 
     def is_staged(self, tensor: SavedTensor) -> bool:

@@ -55,7 +55,7 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
             f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer'. Only a fully "
-            "recomputed layer saves 'layer_input'. Recompute 'layer' too, or remove 'layer_input'."
+            "recomputed layer saves a tensor with this tag. Recompute 'layer' too, or remove 'layer_input'."
         )
     if name not in tags:  # a custom tag of the layer, not in the registry
         return
@@ -63,7 +63,7 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
     for required in tag.requires:
         if actions.get(required, Action.KEEP) is Action.KEEP:
             raise PlanError(
-                f"The plan offloads {name!r} and keeps {required!r} in a layer of kind {layer.kind!r}. Both save the same "
+                f"The plan offloads {name!r} and keeps {required!r} in a layer of kind {layer.kind!r}. Both tags share a "
                 f"storage, so offloading only one of them frees nothing. Offload {required!r} too, or keep {name!r}."
             )
     for excluded in tag.excludes:

@@ -38,7 +38,7 @@ class Take(NamedTuple):
     before: int  # next segment to run backward after this point
     unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs the tensor; None if the site is not offloaded. Its takes show how far backward has come."""
+    """Group of the site that needs the tensor, which tracks the progress of backward; None if the site is not offloaded."""
 
 
 class PlacedTensor(NamedTuple):
@@ -49,8 +49,8 @@ class PlacedTensor(NamedTuple):
     freed_after: int  # segment whose backward frees the tensor
     takes: tuple[Take, ...] = ()  # points at which backward needs it, in order; empty for a recomputed tensor
     used_until: int = -1  # last segment whose forward reads the tensor; its memory can be freed only after that
-    offloaded_by: int = -1  # group that offloads the tensor: the first to be submitted of those that save it
-    reloaded_for: int = -1  # group for which the tensor is reloaded: the last in forward order of those that save it
+    offloaded_by: int = -1  # group that offloads the tensor: the first to be submitted of the groups with this tensor
+    reloaded_for: int = -1  # group for which the tensor is reloaded: the last in forward order of the groups with this tensor
 
 
 class OffloadedGroup(NamedTuple):
@@ -152,7 +152,7 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Apply `actions` to `layer`. Raise a PlanError if the layer does not support them. Equal arguments return the same object.
+    """Apply `actions` to `layer`. Raise a PlanError if the layer does not support them. Equal arguments yield the same object.
 
     Tensors with any of `staying_tags` stay on the GPU, because code outside the layer still references them.
     """

@@ -11,7 +11,7 @@ megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 [Note: Host waits in a recompute]
 In a recompute, the host waits only if the unit contains a token dispatcher: `layer` and `moe` do, but the experts' first linear
 does not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel
-writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
+writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are the same as in forward.
 
 [Note: Tensors that the model references]
 `GPTModel.forward` references the embedding's output until it returns the loss. This keeps the first layer's input on the GPU
@@ -243,7 +243,7 @@ class LayerCompiler:
     def _take(self, events: EventList, place: int, unit: str | None) -> None:
         """Add events for the tensors needed by the recompute of `unit` or, if it is None, by the backward of a segment.
 
-        Here, the engine also releases tensors of sites without offload. A group's takes show that backward is there.
+        Here, the engine also releases tensors of sites without offload. `TAKE` events show that backward is at their group.
         """
         sizes_bytes = self._resolved.released_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:

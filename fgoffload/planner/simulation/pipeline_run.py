@@ -90,7 +90,7 @@ class RankPasses:
         self._first = place
         self._rounds = rounds
         self._busy_s: list[float] = []  # busy seconds of the passes before the skipped rounds
-        self._numbers: list[list[float]] = []  # counters before and after the last round before the skipped ones
+        self._numbers: list[list[float]] = []  # counters at the start and end of the last round before the skipped ones
         self._skipped_s = self._skipped_waits_s = 0.0
         """Seconds of the skipped rounds, and how many of them are waits. The clock of `run` excludes these seconds."""
 
@@ -133,7 +133,7 @@ class RankPasses:
         """Return the chunk and microbatch of the next backward, or None if the engine's `PassOrder` does not predict it.
 
         After a forward, `PassOrder` predicts only a backward that follows directly. After a backward, one forward may come in
-        between. It does not see backwards without offloaded tensors.
+        between. `PassOrder` ignores backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
         for place in range(self.done + 1, len(self.passes)):

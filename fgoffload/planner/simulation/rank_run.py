@@ -43,10 +43,10 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         count = len(chunk.bundles)
         self.chunk = chunk
         self.traffic = traffic
-        self.states = [_RESIDENT] * count  # by bundle
-        self.is_copied = [False] * count  # by bundle: whether a copy to the host still reads its device memory
-        self.is_read = [bundle.is_read_later for bundle in chunk.bundles]  # by bundle: whether forward still reads it
-        self.reloads: list[Copy | None] = [None] * count  # by bundle: its copy to the device
+        self.states = [_RESIDENT] * count  # state of each bundle
+        self.is_copied = [False] * count  # for each bundle, whether a copy to the host still reads its device memory
+        self.is_read = [bundle.is_read_later for bundle in chunk.bundles]  # for each, whether forward still reads it
+        self.reloads: list[Copy | None] = [None] * count  # for each bundle, its copy to the device
 
     def list_remaining(self, group: int) -> list[int]:
         """Return the bundles of a group that are on the host or in flight to it."""
@@ -207,7 +207,7 @@ class RankRun(RankClock):
                 lane.states[bundle] = _OFFLOADED
             elif state is _FREED:
                 self._abandoned -= 1
-            # A bundle whose offload was cancelled stays. `read` frees a bundle that forward still reads.
+            # A bundle whose offload was cancelled stays on the GPU. `read` frees a bundle that forward still reads.
             if state is not _RESIDENT and not lane.is_read[bundle]:
                 self._device_bytes -= lane.chunk.bundles[bundle].device_bytes
 

@@ -36,7 +36,7 @@ class TagTraffic:
     """Traffic of one tag in a step on one rank, for layers of one kind with the same action."""
 
     kind: str
-    tag: str  # the tag that offloads the tensors, if several tags save them
+    tag: str  # the tag with which the tensors are offloaded, if they have several
     action: Action
     d2h_bytes: int = 0
     h2d_bytes: int = 0
@@ -61,7 +61,7 @@ class StreamName(enum.Enum):
 
 
 class Span(NamedTuple):
-    """A busy span of a stream, or a wait of compute."""
+    """A span of time in which a stream is busy or compute waits."""
 
     stream: StreamName
     label: str  # such as `F3 layers.12.expert_fc1` or `wait for the window`

@@ -29,7 +29,7 @@ def simulate(
 
     Args:
         ranks: All ranks in order, each with the same number of chunks. Chunk c of rank r is virtual stage c * p + r of p ranks.
-        plan: Plan for all ranks. Sites that it does not name stay on the GPU.
+        plan: Plan for all ranks. Sites that the plan does not name stay on the GPU.
         detail: Level of detail. With `Detail.TIMELINE`, every pass is simulated.
         only: The only rank to which `detail` applies, or None for all ranks. Other ranks get `Detail.TOTALS`.
 

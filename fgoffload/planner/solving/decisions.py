@@ -47,7 +47,7 @@ class Price:
     dependent_tags: tuple[str, ...] = ()  # tags also left out of that step, because they depend on the decisions
 
     def describe(self) -> str:
-        """Explain why the plan needs the decisions, or that it would fit without them."""
+        """Explain why the plan needs the decisions, or say that it would fit without them."""
         also = f" (and the tags that need it: {', '.join(self.dependent_tags)})" if self.dependent_tags else ""
         if self.lacking_bytes:
             return f"without it{also}, rank {self.rank} is {format_bytes(self.lacking_bytes)} over budget"
@@ -93,7 +93,7 @@ def price_decisions(
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in forward order."""
+    """Return the decisions for all ranks, by chunk and kind of layer, in forward order."""
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
         decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)

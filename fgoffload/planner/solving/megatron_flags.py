@@ -20,7 +20,7 @@ from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
-"""The unit of full recompute, and the only tag that a fully recomputed layer saves."""
+"""The unit of full recompute, and the only tag whose tensors a fully recomputed layer saves."""
 
 
 class FullMethod(enum.Enum):
@@ -78,7 +78,7 @@ class MegatronFlags:
     def make_plan(self, ranks: Sequence[RankModel]) -> OffloadPlan:
         """Return the plan that is equivalent to these flags on `ranks`.
 
-        Tags and modules that a layer lacks have no effect there. Tags covered by a recomputed module save nothing.
+        Tags and modules that a layer lacks have no effect there, and neither do tags covered by a recomputed module.
         """
         actions: dict[Site, Action] = {}
         for rank in ranks:

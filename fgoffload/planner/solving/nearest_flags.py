@@ -73,7 +73,7 @@ class FlagSearch:
         return best
 
     def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
-        """Add as few tags to `start` as the budget requires, cheapest first. Return None if all tags are not enough."""
+        """Add as few tags to `start` as the budget requires, cheapest first. Return None if even all tags are not enough."""
         if self._simulate(start)[0] <= budget_bytes:
             return start
 
@@ -116,7 +116,7 @@ class FlagSearch:
 
 
 def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
-    """Return Megatron's tags that are compatible with `flags` and save tensors on this rank."""
+    """Return Megatron's tags that are compatible with `flags` and have saved tensors on this rank."""
     saving = {name for chunk in rank.chunks for layer in chunk.layers for name in list_names(layer.model)}
     modules = set(flags.recompute.modules) if isinstance(flags.recompute, SelectiveRecompute) else set()
     return [

@@ -56,7 +56,7 @@ class PipelineSearch:
         for place, rank in enumerate(self.ranks):
             layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
             alike.setdefault((layers, rank.turning_chunk), []).append(place)
-        self._searched: dict[int, list[int]] = {}  # by index of a rank: indices of the searched ranks with the same layers
+        self._searched: dict[int, list[int]] = {}  # keyed by rank index: indices of the searched ranks with the same layers
         for places in alike.values():
             chosen = sorted({places[0], places[-1]})
             self._searched.update({place: chosen for place in places})
@@ -148,7 +148,7 @@ class PipelineSearch:
         return state, window, search.evaluate(state).peak_bytes
 
     def _walk(self, searches: Sequence[RankSearch], budget_bytes: int, slowest_s: float) -> None:
-        """Run walks of at most `layer_passes` in total, starting with the ranks whose steps take longest."""
+        """Run walks with at most `layer_passes` simulated layer passes in total, starting with the slowest ranks."""
         left = self._layer_passes
         picked = [(search.pick(budget_bytes), search) for search in searches]
         walked = [(search.evaluate(one).step_s, search) for one, search in picked if not search.is_nearly_free(one, slowest_s)]

@@ -16,7 +16,7 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of a copy's time to the host that count as step time
+_COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of the copy time to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
 _NEARLY_FREE = 1.01  # a rank needs no search if its microbatches take at most this multiple of the slowest rank's baseline
@@ -70,7 +70,7 @@ class RankSearch:
 
     @property
     def microbatch_s(self) -> float:
-        """Seconds of one microbatch in the baseline."""
+        """Seconds per microbatch in the baseline."""
         return self.kept.step_s / self._microbatches
 
     def find(
@@ -111,7 +111,7 @@ class RankSearch:
             for state, cost in other.known.values()
         ]
         for _, number, state in sorted(pool, key=lambda one: one[:2]):
-            # Ranks with the same layers have similar peaks apart from the bytes of their layers.
+            # Peaks of ranks with the same layers differ mainly by the bytes that the layers hold.
             beside_bytes = others[number].evaluate(state).peak_bytes - others[number].count_bytes(state)
             if beside_bytes + self.count_bytes(state) <= budget_bytes and self._fits(state, budget_bytes):
                 return state

@@ -124,7 +124,7 @@ def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
 
 
 def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
-    """Return the smallest budget in which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    """Return the smallest budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
     return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 

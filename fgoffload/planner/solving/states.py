@@ -52,7 +52,7 @@ def make_key(state: State) -> object:
 
 
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_window_bytes: int | None = None) -> OffloadPlan:
-    """Combine the treatments of several ranks into a plan, with a row for each site that is not kept."""
+    """Combine the treatments of several ranks into a plan, with an action for each site that is not kept."""
     actions: dict[Site, Action] = {}
     for slots, state in placed:
         for slot, treatment in zip(slots, state, strict=True):
@@ -71,9 +71,9 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all pass transitions.
+    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all transitions.
 
-    The removed microbatches only repeat these transitions, so a plan has the same effect on the shorter step.
+    The removed microbatches only repeat transitions between passes, so a plan has the same effect on the shorter step.
     """
     chunks = len(rank.chunks)
     places = _list_places(rank.passes, chunks)
