@@ -39,22 +39,22 @@ def list_attention_work(shape: LayerShape, execution: Execution) -> tuple[Segmen
 def make_norm_work(name: str, shape: LayerShape) -> SegmentWork:
     """Return the operations of a norm. Backward adds the norm's gradient to the residual's gradient."""
     hidden = LayerSizes(shape).hidden
-    # Forward reads one tensor and writes one. In backward, the norm and the sum each read two tensors and write one.
+    # Forward reads one tensor and writes one. In backward, the norm and the addition each read two tensors and write one.
     backward = (make_moves(3 * hidden, kernels=2), make_moves(3 * hidden))
     return SegmentWork(name, PassWork((make_moves(2 * hidden),)), PassWork(backward))
 
 
 def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
-    """Return the segment `linear` with the operations of the fused `norm` added."""
+    """Return the segment `linear` with the operations of the fused `norm` included."""
     forward = dataclasses.replace(linear.forward, works=(*norm.forward.works, *linear.forward.works))
     backward = dataclasses.replace(linear.backward, works=(*linear.backward.works, *norm.backward.works))
     return SegmentWork(linear.name, forward, backward)
 
 
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return the operations of dropout and residual add, forward and backward."""
+    """Return the operations of dropout and residual add, for forward and for backward."""
     hidden = LayerSizes(shape).hidden
-    # The fused op reads two tensors and writes one. Without fusion, dropout first reads and writes one more.
+    # The fused op reads two tensors and writes one. Without fusion, dropout first reads one tensor and writes one.
     forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
     return (forward,), (make_moves(2 * hidden),)
 
@@ -149,8 +149,8 @@ def _list_rope(shape: LayerShape, rotated_bytes: int) -> tuple[Work, ...]:
 def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
     sizes = LayerSizes(shape)
     heads = shape.num_attention_heads // shape.tensor_parallel_size
-    # 2 operations per query-key pair, head and channel. Forward has one product over dqk and one over dv. Backward has three
-    # over dqk and two over dv; one of them recomputes a product of forward.
+    # 2 operations per query-key pair, head and channel. Forward has one product over the query and key channels (dqk) and one
+    # over the value channels (dv). Backward has three over dqk and two over dv. One of these repeats a product of forward.
     flop = 2 * _count_pairs(shape, execution) * shape.micro_batch_size * heads
     saved = sizes.query_key_value + sizes.attention_output
     forward = Work(
@@ -174,7 +174,7 @@ def _make_core_work(shape: LayerShape, execution: Execution) -> SegmentWork:
 
 
 def _count_pairs(shape: LayerShape, execution: Execution) -> float:
-    """Return the query-key pairs of a sequence on one rank: s²/2 for s tokens, or sw - w²/2 with a window of w."""
+    """Return the query-key pairs per sequence and rank. All ranks together have s²/2, or sw - w²/2 with window w."""
     ranks = execution.context_parallel_size
     tokens = shape.seq_length * ranks
     window = tokens if execution.window_tokens is None else min(execution.window_tokens, tokens)

@@ -8,13 +8,13 @@ from fgoffload.planner.operations.ops import BF16, Linear
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LayerSizes:
-    """Sizes of a layer's bf16 activations on one rank."""
+    """Sizes of a layer's bf16 activations on one rank. For symbols, see docs/reference/saved_bytes.md."""
 
     shape: LayerShape
 
     @property
     def rows(self) -> int:
-        """Input rows of sharded linears, which are all tokens of the microbatch: sb."""
+        """Input rows of sharded linears, one for each token of the microbatch: sb."""
         return self.shape.shared_tokens * self.shape.tensor_parallel_size
 
     @property
@@ -54,7 +54,7 @@ class LayerSizes:
 
     @property
     def dense_inner(self) -> int:
-        """Output bytes of a dense MLP's activation: 2sbf/t."""
+        """Output bytes of the activation function of a dense MLP: 2sbf/t."""
         return BF16 * self.shape.shared_tokens * self.shape.ffn_hidden_size
 
     @property
@@ -64,18 +64,18 @@ class LayerSizes:
 
     @property
     def shared_inner(self) -> int:
-        """Output bytes of the shared experts' activation: 2sbfs/t, or 0 without shared experts."""
+        """Output bytes of the shared experts' activation function: 2sbfs/t, or 0 without shared experts."""
         experts = self.shape.experts
         return 0 if experts is None else BF16 * self.shape.shared_tokens * experts.shared_ffn_hidden_size
 
     @property
     def expert_rows(self) -> int:
-        """Rows of a rank's experts: sbke/t if routing is balanced, or 0 in a dense layer."""
+        """Input rows of a rank's experts: sbke/t if routing is balanced, or 0 in a dense layer."""
         return 0 if self.shape.experts is None else self.shape.experts.count_rows(self.shape.tokens)
 
     @property
     def expert_inner(self) -> int:
-        """Output bytes of the experts' activation: 2sbkf/t, or 0 in a dense layer."""
+        """Output bytes of the experts' activation function: 2sbkf/t, or 0 in a dense layer."""
         experts = self.shape.experts
         if experts is None:
             return 0

@@ -16,34 +16,34 @@ from fgoffload.planner.operations.layer_sizes import LayerSizes, make_linear, ma
 from fgoffload.planner.operations.ops import FP32, Execution, Limit, PassWork, Pattern, SegmentWork, Traffic, Work, make_moves
 
 _ROUTER_TABLES = 6
-"""Number of fp32 tensors [tokens, experts] that the router reads or writes in forward, and again in backward: logits, scores,
+"""Number of fp32 [tokens, experts] tensors that the router reads or writes in forward, and again in backward: logits, scores,
 top-k choice, routing map, probabilities. Counted in the code of Megatron-Core 0.16.1, not measured."""
 
 _ROUTER_KERNELS = 20
 _PERMUTE_KERNELS = 10
-_FUSED_PERMUTE_KERNELS = 3  # kernels per forward or backward. Counted in the code of Megatron-Core 0.16.1, not measured.
+_FUSED_PERMUTE_KERNELS = 3  # all three: per forward or backward, counted in the code of Megatron-Core 0.16.1
 
 _DISPATCHER_LAUNCHES = 80
-"""Number of kernel launches that take as long as Megatron's Python code around router, dispatcher and grouped linears, in
-forward or in backward. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200
-(`HOST_LAYER_S`) and on B200 (Qwen3-30B with microbatches of 1, Megatron Bridge 26.02). Kernel launches take half of that."""
+"""Host time of Megatron's Python code around router, dispatcher and grouped linears, in forward or in backward, expressed as a
+number of kernel launches. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200
+(`HOST_LAYER_S`) and on a B200 (Qwen3-30B, microbatch size 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
-"""Bytes moved per output element of the experts, forward and backward, if their second linears have biases. Multiplying by the
+"""Bytes moved per element of the experts' output, forward and backward, if the second linears have biases. Multiplying by the
 fp32 probabilities, adding, concatenating and converting to bf16 are separate ops. Source: `_apply_bias` of
 megatron/core/transformer/moe/experts.py, megatron-core 0.19.2."""
 
-_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, forward and backward
+_OUTPUT_BIAS_KERNELS = (2, 5)  # kernels per expert, in forward and in backward
 
 _UNFUSED_GATE = (2 + 2 + 3, 2 + 2, 3, 3 + 3 + 3 + 4, 3, 4)
 """Costs of an unfused gated activation in forward: number of tensors moved, each as large as the output; number of strided ones
-among them (reads of half of the columns); number of kernels. Then the same for backward. Forward computes the activation, the
+among them (reads of half the columns); number of kernels. Then the same for backward. Forward computes the activation, the
 sum of up-projection and offset, and the product. Backward computes three gradients and concatenates both halves. Source: code
 of Megatron-Core 0.16.1 and of torch's autograd; traces of W2 on H100 and H200 show these kernels."""
 
 _UNFUSED_PROBABILITIES = (2, 2, 1, 2 + 3 + 1, 2, 3)
-"""The same costs for multiplying by the probabilities, one per row. Backward computes the gradient of the rows, and a product
-of two tensors, which it writes, reads and sums."""
+"""The same costs for multiplying by the probabilities, one per row. Backward computes the gradient of the rows and, for
+the gradient of the probabilities, a product of two tensors, which it writes, reads and sums."""
 
 _UNFUSED_FP32_PROBABILITIES = (3 + 3, 3, 2, 3 + 4 + 3 + 5 + 2, 4, 5)
 """The same costs with fp32 probabilities: products are twice as large and are converted to bf16. Backward first converts the
@@ -56,7 +56,7 @@ a gradient and its input. Source: `weighted_bias_quick_geglu_impl` of megatron/c
 
 
 def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork, ...]:
-    """Return the operations of each segment of the second half, in forward order."""
+    """Return the operations of each segment of the layer's second half, in forward order."""
     norm = make_norm_work("mlp_norm", shape)
     if shape.experts is not None:
         return (norm, *_list_mixture_work(shape, shape.experts, execution))
@@ -65,7 +65,7 @@ def list_mlp_work(shape: LayerShape, execution: Execution) -> tuple[SegmentWork,
 
 
 def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_bytes: int = 0) -> tuple[Work, Work]:
-    """Return the operations of an activation, forward and backward."""
+    """Return the operations of an activation function, in forward and in backward."""
     if shape.is_gated and not shape.has_fused_activation:
         return _make_unfused_works(inner_bytes, probability_bytes)
     # One kernel reads one or two tensors and writes one. Backward reads them and a gradient, and writes their gradients.
@@ -137,7 +137,7 @@ def _make_router_work(shape: LayerShape, experts: ExpertsShape) -> SegmentWork:
     hidden = LayerSizes(shape).hidden
     flop = 2 * shape.tokens * shape.hidden_size * experts.num_experts
     tables = make_moves(_ROUTER_TABLES * FP32 * shape.tokens * experts.num_experts, kernels=_ROUTER_KERNELS)
-    # An fp32 router writes and reads a copy of its input.
+    # An fp32 router writes and reads an fp32 copy of its input.
     input_bytes = hidden + (2 * (2 * hidden) if experts.router.dtype_bytes == FP32 else 0)
     product = Work(limit=Limit.MATMUL, flop=flop, moved_bytes=input_bytes)
     # Backward reads the input, writes its gradient, and adds it to the gradients from other uses of the input.
@@ -211,7 +211,7 @@ def count_permutation_part(shape: LayerShape, experts: ExpertsShape) -> float:
 
 
 def _count_permutation(sizes: LayerSizes, experts: ExpertsShape) -> tuple[int, int, int]:
-    """Return the memory traffic in bytes of permuting tokens and of unpermuting them, and the number of kernels of each."""
+    """Return the memory traffic in bytes of permuting tokens and of unpermuting them, and the number of kernels for each."""
     if experts.has_fused_permutation:
         # Each token is read once and written once per expert; unpermuting does the reverse.
         moved = sizes.hidden + sizes.permuted
@@ -231,7 +231,7 @@ def _count_sorted(sizes: LayerSizes, experts: ExpertsShape) -> int:
 
 
 def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) -> tuple[Traffic, ...]:
-    """Return the all-to-all of the rank with the most rows, and the gather of ranks that share an expert."""
+    """Return the all-to-all traffic of the rank with the most rows, and the gather among ranks that share an expert."""
     found = []
     ranks, sharing = experts.expert_parallel_size, experts.expert_tensor_parallel_size
     if ranks > 1:
@@ -257,5 +257,5 @@ def _list_exchange(sizes: LayerSizes, experts: ExpertsShape, *, calls: int = 1) 
 
 def _list_count_exchange(experts: ExpertsShape) -> tuple[Traffic, ...]:
     ranks = experts.expert_parallel_size
-    # Exchange of token counts per expert, which has too few bytes to matter.
+    # The exchange of token counts per expert, whose bytes are too few to matter.
     return () if ranks == 1 else (Traffic(pattern=Pattern.RING, sent_bytes=0.0, ranks=ranks, span=ranks),)

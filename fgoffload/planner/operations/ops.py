@@ -9,10 +9,10 @@ import enum
 FP8, BF16, FP32, INT32, INT64 = 1, 2, 4, 4, 8
 """Bytes per element."""
 
-_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes per weight if the matrix product accumulates its gradient: it reads and writes the sum
+_MAIN_GRADIENT_BYTES = 2 * FP32  # bytes moved per weight if the matrix product itself adds the gradient to the sum
 
 _UNFUSED_GRADIENT_BYTES = BF16 + 2 * FP32
-"""Bytes per weight if a separate kernel accumulates its gradient: it reads the gradient, and reads and writes the sum."""
+"""Bytes moved per weight if a separate kernel accumulates gradients: it reads the gradient, and reads and writes the sum."""
 
 _QUANTIZED_BYTES = BF16 + 2 * FP8
 """Bytes moved per element to quantize the input of an fp8 linear: a kernel reads bf16 and writes fp8, row-wise and column-wise.
@@ -24,7 +24,7 @@ FULL_HEAD_CHANNELS = 128
 
 
 class Limit(enum.Enum):
-    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that kernels reach."""
+    """Kind of kernel. Each value names the `Efficiency` field with the fraction of the device's peak that it reaches."""
 
     MATMUL = "matmul"  # one matrix product, in bf16
     GROUPED_MATMUL = "grouped_matmul"  # one matrix product per expert, in bf16
@@ -54,7 +54,7 @@ class Work:
 class Pattern(enum.Enum):
     """Pattern of an exchange between ranks."""
 
-    RING = "ring"  # each rank sends to its neighbour, so the slowest hop sets the time
+    RING = "ring"  # each rank sends to its neighbor, so the slowest hop sets the time
     ALL_TO_ALL = "all_to_all"  # each rank sends equal amounts to all others
     NODES = "nodes"  # all-to-all that sends data for several ranks of a node across the network only once
 
@@ -70,7 +70,7 @@ class Traffic:
     calls: int = 1  # number of collectives
     copies: int = 1  # copies of each token in `sent_bytes`: one per target expert
     limited_groups: tuple[int, int] | None = None
-    """Number of expert groups to which a token may be sent, and total number of groups. None without a limit."""
+    """Number of expert groups to which a token may be sent, and total number of groups. None if there is no limit."""
 
     def count_nodes(self, nodes: int) -> float:
         """Return how many of `nodes` nodes a token reaches on average, including its own, if routing is uniform."""
@@ -88,7 +88,7 @@ class PassWork:
     works: tuple[Work, ...]  # kernels, in order
     traffic: tuple[Traffic, ...] = ()  # exchanges before the kernels
     beside: tuple[Traffic, ...] = ()  # exchanges that overlap with the kernels
-    host_launches: int = 0  # kernel launches that take as long as the other host work
+    host_launches: int = 0  # other host work, as an equivalent number of kernel launches
 
     @property
     def kernels(self) -> int:
@@ -108,25 +108,25 @@ class SegmentWork:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """Execution options of a layer, besides its shape. Defaults match Megatron's training script."""
+    """Execution options of a layer, in addition to its shape. Defaults match Megatron's training script."""
 
     context_parallel_size: int = 1  # ranks that share a sequence; `LayerShape` has one rank's part
     window_tokens: int | None = None  # earlier tokens that a query attends to, as in `--window-size`; None for all
     has_expert_overlap: bool = False
     """Whether ranks exchange tokens of one microbatch while they compute another: `--overlap-moe-expert-parallel-comm`."""
-    has_fused_dropout_add: bool = True  # whether dropout and residual add are fused: not with `--no-bias-dropout-fusion`
+    has_fused_dropout_add: bool = True  # whether dropout and residual add are fused; false with `--no-bias-dropout-fusion`
     has_fused_gradient_accumulation: bool = True
     """Whether matrix products accumulate weight gradients. With `--no-gradient-accumulation-fusion`, a separate kernel does."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Linear:
-    """A linear layer of one rank, or one per expert of the rank."""
+    """A linear layer on one rank, or one linear layer for each of the rank's experts."""
 
-    rows: int  # input rows of all experts
+    rows: int  # input rows, over all experts
     inputs: int  # channels of an input row
     outputs: int  # channels of an output row
-    experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer with all rows
+    experts: int = 0  # number of experts, each with its own rows; 0 for a single linear layer
     quantizing_kernels: int = 0  # kernels that quantize an input to fp8, for each expert; 0 in bf16
 
     @property

@@ -2,7 +2,7 @@
 
 A graph runs no Python, so captured modules cannot be recomputed. The inputs and outputs of a graph stay on the GPU, at fixed
 addresses. The engine offloads other tensors of captured modules through staging slots, which all layers share. Slots are static
-memory. Each is as large as the tensors that the largest layer offloads from its graph. The simulation does not model a graph's
+memory. Each slot fits the tensors that the largest layer offloads from its graph. The simulation does not model a graph's
 wait for a free slot, so it underestimates the step time if copies are slower than compute. A full-iteration graph copies
 tensors without staging, like eager steps.
 
@@ -58,7 +58,7 @@ def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool
 
 
 def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -> RankModel:
-    """Return the eager `rank` converted to execution with `graphs`."""
+    """Convert `rank`, which models eager execution, to execution with `graphs`."""
     capture = functools.partial(capture_layer, graphs=graphs, has_shared_overlap=has_shared_overlap)
     chunks = tuple(chunk.replace_models(capture) for chunk in rank.chunks)
     pace = HostPace.STEP_AHEAD if graphs.impl == FULL_ITERATION else rank.host_pace
@@ -66,7 +66,7 @@ def capture_rank(rank: RankModel, graphs: Graphs, *, has_shared_overlap: bool) -
 
 
 def _list_fixed(layer: LayerModel, graphs: Graphs, captured: frozenset[str]) -> Iterator[SavedTensor]:
-    """Yield the saved tensors that are inputs or outputs of a layer's graph: for each such tag, its first tensor."""
+    """Yield the saved tensors that are inputs or outputs of a layer's graph: the first tensor of each tag that saves one."""
     tags = {tag for tensor in layer.tensors for tag in tensor.tags}
     is_half = bool(graphs.modules) and ("core_attn" in captured) != ("mlp_fc1" in captured)
     is_fixed = {

@@ -11,7 +11,7 @@ from fgoffload.tags import find_recompute_unit
 
 
 class HostWait(enum.Enum):
-    """How the host synchronizes before a segment to read a few bytes from the device (docs/reference/tags.md, host waits)."""
+    """How the host synchronizes before a segment to read a few bytes from the device (see docs/reference/tags.md)."""
 
     KERNEL = "kernel"  # a kernel writes the bytes to the host, which waits only for compute; a recompute does not wait
     HOLD = "hold"  # the copy engine sends the bytes; until they arrive, the layer's finished groups are not offloaded
@@ -20,7 +20,7 @@ class HostWait(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """A range of ops in a layer, between two points where groups may end."""
+    """A range of ops in a layer, between two points where groups can end."""
 
     name: str  # tag of the module, or a name for ops between modules, such as `dispatch`; unique in a layer
     forward_s: float  # seconds of forward compute
@@ -40,10 +40,10 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
-    """A storage that one or more tags of a layer save."""
+    """A storage that a layer saves under one or more tags."""
 
     name: str  # name for tables and errors
-    tags: tuple[str, ...]  # tags that save the tensor, in forward order; empty for untagged tensors
+    tags: tuple[str, ...]  # tags under which it is saved, in forward order; can be empty only in `UnitModel.keeps`
     size_bytes: int  # bytes on this rank for one microbatch
     is_same_in_all_layers: bool = False  # whether all layers share this storage, which then stays on the GPU
     element_bytes: int = 2  # bytes per element, to convert the minimum number of elements to bytes
@@ -61,22 +61,22 @@ class UnitModel:
     name: str  # name in a plan: a unit of `fgoffload.tags.RECOMPUTE_UNITS`, or a custom name
     segments: tuple[str, ...]  # names of the recomputed segments, in forward order
     drops: tuple[str, ...]  # names of tensors that are recomputed instead of saved
-    held: tuple[str, ...] = ()  # tensors of `drops` that the layer references until its forward ends
+    held: tuple[str, ...] = ()  # tensors in `drops` that the layer references until its forward ends
     keeps: tuple[SavedTensor, ...] = ()  # inputs that are saved to recompute the unit
     before: str
     """The unit is recomputed before the backward of this segment, even if backward needs the tensors only later."""
-    forward_part: float = 1.0  # fraction of its segments' forward time that is recomputed
+    forward_part: float = 1.0  # fraction of its segments' forward time that the recompute takes
     extra_s: float = 0.0
     """Seconds of recompute beyond the forward of its segments, including copies of recomputed tensors."""
-    extra_bytes: int = 0  # device bytes besides the dropped tensors, from the recompute to the end of its segments' backward
-    copy_s: float = 0.0  # seconds that Megatron's own checkpoint adds to copy recomputed outputs
+    extra_bytes: int = 0  # device bytes beyond the dropped tensors, from the recompute to the end of its segments' backward
+    copy_s: float = 0.0  # seconds that Megatron's own checkpoint takes to copy recomputed outputs
     copy_bytes: int = 0  # device bytes of these copies
     covers: tuple[str, ...] | None = None
-    """Tags and units inside this unit, which save nothing if it is recomputed. None means those in `fgoffload.tags`."""
+    """Tags and units inside this unit, whose tensors are not saved if it is recomputed. None: as in `fgoffload.tags`."""
 
     @property
     def covered(self) -> tuple[str, ...]:
-        """Tags and units inside this unit, which save nothing if it is recomputed."""
+        """Tags and units inside this unit, whose tensors are not saved if it is recomputed."""
         if self.covers is not None:
             return self.covers
         unit = find_recompute_unit(self.name)
@@ -91,7 +91,7 @@ class UnitModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerModel:
-    """A kind of layer. Layers of one kind are identical, so the solver treats them as one and computes their totals once."""
+    """A kind of layer. Layers of one kind are identical, so the solver computes their treatments and totals once."""
 
     kind: str  # name for tables: `dense`, `moe`, `mtp`
     segments: tuple[Segment, ...]  # segments in forward order; backward runs them in reverse
@@ -99,12 +99,12 @@ class LayerModel:
     """Storages that the layer saves without recompute and offload, in forward order.
 
     A tensor exists from the end of its first tag's segment. Backward first needs it at its last tag's segment. A tag without a
-    segment belongs to the first segment. A tensor is offloaded once, with the group of its first offloaded tag.
+    segment belongs to the first segment. A tensor is offloaded once, with the first of its tags' groups to be submitted.
     """
     units: tuple[UnitModel, ...] = ()  # recompute units that the layer supports
 
     def __hash__(self) -> int:
-        """Hash only a few fields, because hashing all of them at each look-up is too slow."""
+        """Hash only a few fields, because hashing all of them at each lookup is too slow."""
         return hash((self.kind, len(self.segments), len(self.tensors), len(self.units)))
 
     @functools.cached_property
@@ -129,7 +129,7 @@ class LayerModel:
 
     @functools.cached_property
     def offloadable_tags(self) -> frozenset[str]:
-        """Tags that save at least one offloadable tensor."""
+        """Tags with at least one offloadable tensor."""
         return frozenset(tag for tensor in self.tensors if not tensor.stays for tag in tensor.tags)
 
     def is_staged(self, tensor: SavedTensor) -> bool:

@@ -1,4 +1,4 @@
-"""Builds rank models from measured layers of any model: bytes and times of the parts of each layer.
+"""Builds rank models from measurements of any model: the bytes and times of each layer's parts.
 
     layer = MeasuredLayer(kind="block", parts=(attention, mlp), tensors=(...), input=...)
     rank = make_rank([layer] * 12, link=link, static_bytes=..., microbatches=4)
@@ -35,8 +35,8 @@ class LayerPart:
     backward_s: float  # seconds of backward compute
     backward_extra_bytes: int = 0  # temporary device bytes of backward, excluding saved tensors
     input: SavedTensor | None = None
-    """Input from which this part is recomputed, or None if it cannot be recomputed separately. If the layer saves a tensor of
-    the same name anyway, that tensor counts once."""
+    """Input from which this part is recomputed, or None if it cannot be recomputed separately. If the layer saves a tensor
+    with the same name anyway, that tensor counts once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,11 @@ class MeasuredLayer:
                 raise ConfigError(f"part {name!r} of layer {self.kind!r} has a reserved or duplicate name. Use a unique name.")
 
     def make_model(self) -> LayerModel:
-        """Return the layer for the simulator and the solver."""
+        """Return the layer model for the simulator and the solver."""
         own_input = () if self.input is None else (self.input,)
         saved = {tensor.name: tensor for tensor in (*own_input, *self.tensors)}
         if self.gradient_bytes:
-            # Static memory counts these gradients, so subtract them between the layer's forward and its backward.
+            # Static memory already counts these gradients, so subtract them between the layer's forward and its backward.
             last = self.parts[-1].name
             saved["gradients"] = SavedTensor(name="gradients", tags=(last,), size_bytes=-self.gradient_bytes, stays=True)
         return LayerModel(
@@ -107,9 +107,9 @@ def make_rank(
     policy: TransferPolicy | None = None,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
-    """Return the model of a single rank that runs forward and backward of `layers` for each microbatch of a step.
+    """Return the model of a single rank that runs `layers` forward and backward for each microbatch of a step.
 
-    `static_bytes` excludes activations. `policy` defaults to `TransferPolicy()`, and host memory is unlimited by default.
+    `static_bytes` excludes activations. `policy` defaults to `TransferPolicy()`. By default, host memory is unlimited.
     """
     models = {layer: layer.make_model() for layer in layers}
     numbered = tuple(NumberedLayer(number=number, model=models[layer]) for number, layer in enumerate(layers))

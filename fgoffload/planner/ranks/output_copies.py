@@ -1,6 +1,6 @@
 """Adds the cost of output copies to recompute, for baselines with Megatron's own recompute flags.
 
-Megatron's checkpoints copy a recomputed output into the storage of the dropped one. Plans do not need these copies. Source:
+Megatron's checkpoints copy a recomputed output into the storage of the original one. Plans do not need these copies. Source:
 `CheckpointWithoutOutput` of megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 """
 
@@ -18,7 +18,7 @@ def copy_outputs(rank: RankModel) -> RankModel:
 
 @functools.lru_cache(maxsize=256)
 def _copy_outputs(layer: LayerModel) -> LayerModel:
-    # The cache returns one object to all callers, because caches of simulation results compare layers by identity first.
+    # Cached, so that all callers get the same object: caches of simulation results compare layers by identity first.
     units = tuple(
         dataclasses.replace(
             unit, extra_s=unit.extra_s + unit.copy_s, extra_bytes=unit.extra_bytes + unit.copy_bytes, copy_s=0.0, copy_bytes=0

@@ -38,7 +38,7 @@ class ChunkModel:
     first: tuple[Segment, ...] = ()  # segments before the layers: the embedding, in the first chunk of the model
     last: tuple[Segment, ...] = ()  # segments after the layers: final norm, output layer and loss, in the last chunk
     saved_bytes: int = 0
-    """Bytes that a microbatch saves outside all tags. They always stay on the GPU."""
+    """Bytes that a microbatch saves outside the tagged modules. They always stay on the GPU."""
 
     def replace_models(self, change: Callable[[LayerModel], LayerModel]) -> "ChunkModel":
         """Return the chunk with `change` applied to the model of each layer."""
@@ -49,8 +49,8 @@ class ChunkModel:
 class HostPace(enum.Enum):
     """How far ahead of compute the host runs. The engine polls for finished copies as the host launches ops.
 
-    Source: on an H200, predicted peaks are within 0.8% for Llama 3 8B (`STEP_AHEAD`) and W2 (`LAYER_AHEAD`), as in
-    docs/results/predictions.md. With `BESIDE`, they would be up to 2.6% too low.
+    Source: on an H200, predicted peaks of Llama 3 8B (`STEP_AHEAD`) and the workload W2 (`LAYER_AHEAD`) are within 0.8% of
+    measured peaks (docs/results/predictions.md). With `BESIDE`, they would be up to 2.6% too low.
     """
 
     BESIDE = "beside compute"  # the host is also the device, as on a CPU
@@ -60,7 +60,7 @@ class HostPace(enum.Enum):
 
 
 class LateCosts(NamedTuple):
-    """Delays that offload adds to compute on a launch-bound host."""
+    """Delays that offload adds to compute in a launch-bound step."""
 
     group_s: float = 0.0  # seconds per offloaded group
     tensor_s: float = 0.0  # seconds per offloaded tensor
@@ -76,13 +76,13 @@ NOT_LATE = LateCosts()
 class Turn(enum.Enum):
     """Handling of copies that are still in flight to the host when a microbatch turns from forward to backward."""
 
-    CANCEL = "cancel all copies in flight"  # if modules are selected without a plan
-    PLAN = "cancel copies that are far from done"  # during planning; the plan records how many bytes may be in flight
+    CANCEL = "cancel all copies in flight"  # used if modules are selected without a plan
+    PLAN = "cancel copies that are far from done"  # used during planning; the plan records how many bytes may be in flight
 
 
 HOST_LAYER_S = 4.5e-3
 """Host seconds for the forward or the backward of an MoE layer, spread evenly over its segments. Source: fitted to the peaks of
-13 settings of W2 on an H200. Traces, which slow the host, show 5.5 ms for a layer's forward and 6 ms for its backward."""
+13 settings of the workload W2 on an H200. With tracing, which slows the host, forward takes 5.5 ms and backward 6 ms."""
 
 
 def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace:
@@ -97,16 +97,16 @@ def find_host_pace(chunks: Iterable[ChunkModel], pipeline: Pipeline) -> HostPace
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RankModel:
-    """Model of one pipeline rank in a step."""
+    """Model of one pipeline rank during a step."""
 
     rank: int  # pipeline rank, from 0
-    static_bytes: int  # device bytes of weights, gradients, optimizer, buffers and reserve, for the whole step
+    static_bytes: int  # device bytes held for the whole step: weights, gradients, optimizer state, buffers, reserve
     chunks: tuple[ChunkModel, ...]  # model chunks, in order of their numbers
     passes: tuple[Pass, ...]  # passes in order, from `fgoffload.planner.ranks.schedule.list_passes`
     link: LinkModel
     policy: TransferPolicy  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """A group offloads a storage only if it saves at least this many of its elements; otherwise it stays on the GPU."""
+    """Minimum number of elements of an offloaded storage. Smaller storages stay on the GPU."""
     step_end_s: float = 0.0
     """Seconds after the last pass: gradient reduction, optimizer, and host delays outside passes."""
     host_budget_bytes: int | None = None  # host memory limit of this rank, in bytes; None for no limit

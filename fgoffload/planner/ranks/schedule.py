@@ -23,7 +23,7 @@ from fgoffload.errors import ConfigError
 from fgoffload.planner.checks import check_count
 
 MOST_FORWARDS = 1_000_000
-"""Maximum forwards per step: microbatches x stages x chunks. A step of this size needs 0.3 GB and half a minute to simulate."""
+"""Maximum forwards per step: microbatches x stages x chunks. Simulating a step of this size takes 0.3 GB and half a minute."""
 
 
 class PassKind(enum.Enum):
@@ -33,7 +33,7 @@ class PassKind(enum.Enum):
     BACKWARD = "backward"  # uses and frees activations
 
     __hash__ = object.__hash__
-    """Members are singletons. `Enum` implements its hash in Python, which is several times slower."""
+    """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Pass:
     """Forward or backward of one microbatch through one model chunk of a rank."""
 
     kind: PassKind
-    chunk: int  # model chunk on this rank, from 0: the virtual pipeline stage under the interleaved schedule, else 0
+    chunk: int  # model chunk on this rank, from 0; always 0 unless the schedule is interleaved
     microbatch: int  # microbatch of the step, from 0
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class Pipeline:
     stages: int = 1  # pipeline ranks: `--pipeline-model-parallel-size`
     chunks: int = 1  # model chunks per rank, the virtual pipeline size; above 1, the schedule is interleaved
     group_size: int | None = None
-    """Microbatches that a rank runs through one chunk before the next chunk: Megatron's
+    """Microbatches that a rank runs through one chunk before the next one: Megatron's
     `--microbatch-group-size-per-virtual-pipeline-stage`. Defaults to the number of stages, as in Megatron."""
     has_expert_overlap: bool = False
-    """`--overlap-moe-expert-parallel-comm`: a backward overlaps with another microbatch's forward, so one more is in flight."""
+    """`--overlap-moe-expert-parallel-comm`: a backward overlaps with another forward, so one more microbatch is in flight."""
 
     def __post_init__(self) -> None:
         for name in ("microbatches", "stages", "chunks"):
@@ -129,7 +129,7 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
     """Return the passes of pipeline rank `rank` in a step, in order: every microbatch runs through every chunk.
 
     Several stages run 1F1B; several chunks run the interleaved schedule. With expert overlap, Megatron runs the forward of one
-    microbatch and the backward of another at once; the forward is listed first.
+    microbatch concurrently with the backward of another; the forward is listed first.
     """
     warmup = count_warmup_passes(pipeline, rank=rank)
     table = _list_table(pipeline)
@@ -146,8 +146,8 @@ def list_passes(pipeline: Pipeline, *, rank: int) -> tuple[Pass, ...]:
 def count_warmup_passes(pipeline: Pipeline, *, rank: int) -> int:
     """Return the number of forwards of rank `rank` before forwards and backwards alternate.
 
-    With p stages, m microbatches, v chunks and groups of g, rank r runs 0 on one stage, min(p - r - 1, m) with 1F1B, and
-    min(2(p-r-1) + (v-1)g, mv) with the interleaved schedule. Expert overlap adds 1, up to the same limit.
+    With p stages, m microbatches, v chunks and groups of g, the number for rank r is 0 on one stage, min(p - r - 1, m) with
+    1F1B, and min(2(p-r-1) + (v-1)g, mv) with the interleaved schedule. Expert overlap adds 1, up to the same limit.
     """
     warmup = pipeline.stages - rank - 1
     if pipeline.chunks > 1:

@@ -1,1 +1,1 @@
-"""Simulates a step of all pipeline ranks, pass by pass, with copies and memory."""
+"""Simulates a step of all pipeline ranks, pass by pass, including copies and memory."""

@@ -1,4 +1,4 @@
-"""Checks the actions of a layer against the rules of `fgoffload.tags` and against the tags and units of the layer."""
+"""Checks the actions that a plan assigns to a layer against the layer's tags and units and the rules in `fgoffload.tags`."""
 
 from collections.abc import Mapping
 
@@ -54,17 +54,17 @@ def _check_tag(layer: LayerModel, name: str, actions: Mapping[str, Action], tags
         )
     if name == "layer_input" and not actions.get("layer", Action.KEEP).recomputes:
         raise PlanError(
-            f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer': only a fully "
-            "recomputed layer has that site. Recompute 'layer' too, or remove 'layer_input'."
+            f"The plan offloads 'layer_input' in a layer of kind {layer.kind!r} that does not recompute 'layer'. Only a fully "
+            "recomputed layer saves a tensor with this tag. Recompute 'layer' too, or remove 'layer_input'."
         )
-    if name not in tags:  # a tag of the layer that is not in the registry
+    if name not in tags:  # a custom tag of the layer, not in the registry
         return
     tag = tags.get(name)
     for required in tag.requires:
         if actions.get(required, Action.KEEP) is Action.KEEP:
             raise PlanError(
-                f"The plan offloads {name!r} and keeps {required!r} in a layer of kind {layer.kind!r}. Both save the same "
-                f"storage, and offloading only one of them frees nothing. Offload {required!r} too, or keep {name!r}."
+                f"The plan offloads {name!r} and keeps {required!r} in a layer of kind {layer.kind!r}. Both tags share a "
+                f"storage, so offloading only one of them frees nothing. Offload {required!r} too, or keep {name!r}."
             )
     for excluded in tag.excludes:
         if actions.get(excluded, Action.KEEP).offloads:

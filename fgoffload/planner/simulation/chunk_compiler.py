@@ -1,4 +1,4 @@
-"""Compiles the chunks of a rank into the events of each pass under a plan. `layer_compiler` compiles their layers."""
+"""Compiles a rank's model chunks into the events of each pass under a plan. `layer_compiler` compiles the layers."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Actions = Mapping[tuple[int, int], Mapping[str, Action]]
 _ChunkActions = tuple[tuple[tuple[str, Action], ...], ...]  # actions of a chunk's layers, in order
 
 _CACHED_CHUNKS = 128
-"""Number of chunks in each cache. Consecutive plans of a search differ in only a few chunks."""
+"""Maximum number of chunks in each cache. Consecutive plans in a search differ in only a few chunks."""
 
 
 def compile_rank(
@@ -29,7 +29,7 @@ def compile_rank(
     ]
     parts = list(zip(rank.chunks, range(len(rank.chunks)), chosen, strict=True))
     numel = rank.min_offloaded_numel
-    # Without offload, events that wait or poll for copies are left out, so more segments merge into one event.
+    # If nothing is offloaded, we omit the events that wait or poll for copies, so that more segments merge into one event.
     has_copies = any(layer.offloaded for part in parts for layer in _resolve_chunk(*part, numel))
     rules = LayerRules(has_copies=has_copies, has_engine=rank.has_engine, host_s=HOST_LAYER_S, merges=merges)
     turning = rank.turning_chunk if has_copies else None
@@ -45,7 +45,7 @@ def _resolve_chunk(
 ) -> tuple[ResolvedLayer, ...]:
     resolved = []
     for layer, actions in zip(chunk.layers, chosen, strict=True):
-        # The pipeline schedule references the input of a stage until backward, so offloading it would free nothing.
+        # The pipeline schedule references a stage's input until backward, so offloading the input would free nothing.
         is_referenced = layer is chunk.layers[0] and not chunk.first
         try:
             one = resolve_layer(

@@ -11,19 +11,19 @@ from fgoffload.plan import Action
 
 
 class EventKind(enum.Enum):
-    """Kinds of events. The value is the `RankRun` method that simulates the event; the comment describes its argument."""
+    """Kinds of events. Each value names the `RankRun` method that simulates the event; its comment describes the argument."""
 
     COMPUTE = "compute"  # a `Compute`
     HOST_WAIT = "wait_for_host"  # the `HostWait` of the segment
     OPEN = "open_site"  # no argument: forward reaches a site
-    SUBMIT = "submit"  # number of the offloaded group in the chunk
-    READ = "read"  # submitted bundles that forward reads for the last time here
+    SUBMIT = "submit"  # index of the offloaded group in the chunk
+    READ = "read"  # submitted bundles that forward reads here for the last time
     TAKE = "take"  # a `Take`
     RELEASE = "release"  # sizes of the resident tensors that backward uses, in order; 0 for repeated uses
     FREE = "free"  # bundles that backward no longer needs
     POLL = "poll"  # no argument: the engine polls for finished copies
     PASSED = "pass_layer"  # no argument: backward has passed an MLP or a layer whose ops the engine does not watch
-    TURN = "turn"  # maximum bytes in flight at the loss; None if the plan does not set it
+    TURN = "turn"  # maximum bytes in flight at the loss; None if the plan sets no limit
     RETAIN = "retain"  # chunk and layer of a token dispatcher, and the bytes that it keeps alive
     DISPATCH = "dispatch"  # chunk and layer of a token dispatcher that frees the tensors it kept
 
@@ -36,24 +36,24 @@ Events = tuple[tuple[EventKind, Any], ...]
 
 
 class Compute(NamedTuple):
-    """Compute of one segment or of several adjacent segments."""
+    """Compute of one segment or several adjacent segments."""
 
-    seconds: float  # seconds without concurrent copies
+    seconds: float  # duration without concurrent copies
     net_bytes: int  # change in device bytes
-    rise_bytes: int  # peak device bytes, relative to the device bytes at its start
-    label: str  # segment of that peak, as in tables, such as `layers.12.expert_fc1`
-    host_s: float  # seconds that the host takes to launch it
+    rise_bytes: int  # peak device bytes, relative to those at the start of the compute
+    label: str  # segment in which memory peaks, such as `layers.12.expert_fc1`
+    host_s: float  # seconds that the host takes to launch the compute
 
 
 class Take(NamedTuple):
     """Tensors of one site that backward needs."""
 
-    group: int | None  # number of the site's group in the chunk; None if the site is not offloaded
+    group: int | None  # index of the site's group in the chunk; None if the site is not offloaded
     bundles: tuple[int, ...]  # needed bundles; empty if all tensors of the group stayed on the GPU
 
 
 class TrafficKey(NamedTuple):
-    """Key of traffic counters: a tag with one action, in layers of one kind."""
+    """Key of a set of traffic counters: a tag and its action, in layers of one kind."""
 
     kind: str
     tag: str  # tag of the group that offloads the tensors
@@ -64,19 +64,19 @@ class Bundle(NamedTuple):
     """Tensors of a layer that are offloaded, reloaded and freed together."""
 
     size_bytes: int  # total size
-    device_bytes: int  # device bytes while resident, without tensors in staging slots, which are static memory
+    device_bytes: int  # device bytes while resident, excluding tensors in staging slots, which are static memory
     label: str  # label of the reload in timelines, such as `reload of layers.12.core_attn`
     traffic_key: TrafficKey  # counters for its copies
-    is_read_later: bool  # whether forward still reads it after it is submitted
+    is_read_later: bool  # whether forward still reads it after its copy is submitted
 
 
 class PlacedGroup(NamedTuple):
-    """A group of tensors that are offloaded together, placed in its chunk."""
+    """A group of tensors that are offloaded together, with its position in the chunk."""
 
     label: str  # label in timelines, such as `layers.12.core_attn`
     bundles: tuple[int, ...]  # bundles that it offloads
     members: tuple[int, ...]  # offloaded bundles that its site saves, including those that another group offloads
-    end_position: int  # number of groups of the chunk that began before this group ended
+    end_position: int  # number of groups in the chunk that start before this group ends, including itself
     tensors: int  # number of tensors that it offloads
 
 
@@ -90,5 +90,5 @@ class CompiledChunk:
     bundles: tuple[Bundle, ...]
     base_bytes: int
     """Device bytes that a microbatch holds from the start of its forward to the end of its backward, under any plan."""
-    staged_bytes: int  # size of a staging slot; layers share slots, and the largest layer sets the size
+    staged_bytes: int  # size of a staging slot; all layers share the slots, so the largest layer sets the size
     recompute_s: float  # seconds of recompute in backward

@@ -24,33 +24,33 @@ _ENDS_AFTER = {
     "mlp_act": "mlp_fc2",
     "moe_act": "expert_fc2",
 }
-"""Last segment of a tag's group, if it is not the tag's own segment. A norm's input is also the residual, which later
+"""Last segment of a tag's group, if that is not the tag's own segment. A norm's input is also the residual, which later
 segments read, and a checkpoint saves its input at the end of its forward. Source: the calls to `group_commit` in megatron-core
 0.16.1, and our own sites in fgoffload/integrations/megatron/adapter/regions.py and layer_inputs.py."""
 
 _ENDS_LAST = frozenset({"layer_input", "attn_norm", "mlp_norm", "mlp_fc1", "moe_act"})
-"""Tags whose groups are submitted last if several groups end after the same segment. Same source."""
+"""Tags whose groups are submitted last if several groups end after the same segment. Source: as for `_ENDS_AFTER`."""
 
 
 class Take(NamedTuple):
     """A point in backward at which a tensor is needed."""
 
-    before: int  # segment before whose backward the tensor is needed
+    before: int  # next segment to run backward after this point
     unit: str | None  # unit whose recompute needs the tensor; None if the segment's own backward needs it
     group: int | None
-    """Group of the site that needs the tensor; None if the site is not offloaded. Its takes show backward's position."""
+    """Group of the site that needs the tensor, which tracks the progress of backward; None if the site is not offloaded."""
 
 
 class PlacedTensor(NamedTuple):
     """A tensor with its lifetime, which begins in forward or in a recompute and ends in backward."""
 
     tensor: SavedTensor
-    saved_after: int  # segment whose forward allocates it
-    freed_after: int  # segment after whose backward it is freed
+    saved_after: int  # segment whose forward allocates the tensor
+    freed_after: int  # segment whose backward frees the tensor
     takes: tuple[Take, ...] = ()  # points at which backward needs it, in order; empty for a recomputed tensor
-    used_until: int = -1  # last segment whose forward reads an offloaded tensor, after which it may be freed
-    offloaded_by: int = -1  # group that offloads the tensor: the first submitted group that saves it
-    reloaded_for: int = -1  # group for which the tensor is reloaded: the last group in forward that saves it
+    used_until: int = -1  # last segment whose forward reads the tensor; its memory can be freed only after that
+    offloaded_by: int = -1  # group that offloads the tensor: the first to be submitted of the groups with this tensor
+    reloaded_for: int = -1  # group for which the tensor is reloaded: the last in forward order of the groups with this tensor
 
 
 class OffloadedGroup(NamedTuple):
@@ -59,13 +59,13 @@ class OffloadedGroup(NamedTuple):
     tag: str
     action: Action  # offload, with or without recompute
     tensors: tuple[SavedTensor, ...]  # offloaded tensors; backward reaches the group even if it has none
-    starts_at: int  # first segment of its site; groups are ordered by it
+    starts_at: int  # first segment of its site, which determines the order of groups
     ends_after: int  # last segment of its site; the group is submitted after it unless the group is held
     held_until: int | None
-    """Segment with the host wait after which the group is submitted. None if it is submitted when it ends."""
-    opened_before_end: int  # number of groups of the layer that start before this group ends, itself included
+    """Segment whose host wait delays the submission of the group; None if the group is submitted as soon as it ends."""
+    opened_before_end: int  # number of the layer's groups that start before this group ends, including itself
     submit_place: int  # position in the submission order of the layer's groups
-    needed_before: int  # segment before whose backward its site first needs a tensor
+    needed_before: int  # next segment to run backward when the site first needs a tensor
 
     @property
     def size_bytes(self) -> int:
@@ -76,16 +76,16 @@ class OffloadedGroup(NamedTuple):
 class Recompute(NamedTuple):
     """A unit that is recomputed in backward."""
 
-    unit: str  # name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`
-    before: int  # segment before whose backward it runs
+    unit: str  # name of the unit, as in a plan
+    before: int  # next segment to run backward after the recompute
     segments: tuple[int, ...]  # recomputed segments, in order
-    seconds: tuple[float, ...]  # compute seconds of each segment
+    seconds: tuple[float, ...]  # recompute seconds of each segment
     tensors: tuple[PlacedTensor, ...]  # recomputed tensors; `saved_after` is one of `segments`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResolvedLayer:
-    """A layer with a plan applied. Equal layers share one instance, so each cached property is computed once."""
+    """A layer with a plan applied. Identical layers with the same actions share an instance and its cached properties."""
 
     layer: LayerModel
     kept: tuple[PlacedTensor, ...]  # tensors that stay on the GPU from forward to backward
@@ -98,7 +98,7 @@ class ResolvedLayer:
 
     @property
     def kept_bytes(self) -> int:
-        """Device bytes that a microbatch holds between forward and backward when its copies are done, without `shared`."""
+        """Device bytes that a microbatch holds between forward and backward once its copies are done, excluding `shared`."""
         return sum(kept.tensor.size_bytes for kept in self.kept)
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class ResolvedLayer:
 
     @functools.cached_property
     def released_bytes(self) -> Mapping[tuple[int, str | None], tuple[int, ...]]:
-        """Sizes of kept tensors that sites without offload need, by segment and unit as in `Take`; 0 for repeated uses."""
+        """Sizes of kept tensors that sites without offload need, by segment and unit (see `Take`); 0 for repeated uses."""
         sizes: dict[tuple[int, str | None], tuple[int, ...]] = {}
         for kept in self.kept:
             uses = [(take.before, take.unit) for take in kept.takes if take.group is None]
@@ -152,9 +152,9 @@ def _sum_by_place(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
 def resolve_layer(
     layer: LayerModel, actions: Mapping[str, Action], *, min_offloaded_numel: int, staying_tags: Set[str] = frozenset()
 ) -> ResolvedLayer:
-    """Apply `actions` to `layer`. Raise a PlanError if the layer does not support them. Equal arguments return the same object.
+    """Apply `actions` to `layer`. Raise a PlanError if the layer does not support them. Equal arguments yield the same object.
 
-    Tensors with `staying_tags` stay on the GPU, because code outside the layer still references them.
+    Tensors with any of `staying_tags` stay on the GPU, because code outside the layer still references them.
     """
     chosen = frozenset((name, action) for name, action in actions.items() if action is not Action.KEEP)
     return _resolve(layer, chosen, min_offloaded_numel, frozenset(staying_tags))
@@ -173,7 +173,7 @@ def _resolve(
     recomputes = _list_recomputes(layer, units, saved, places)
     saving = {tag for one in saved for tag in one.tensor.tags}
     offloaded_tags = places.order(tag for tag, action in actions.items() if action.offloads and tag in saving)
-    # If a recompute covers a tag, its backward reads recomputed tensors instead of saved ones.
+    # If a recompute covers a tag, the tag's backward reads recomputed tensors instead of saved ones.
     covered = {tag for unit in units for tag in unit.covered}
     readers = [(recompute, list_read_tags([recompute.unit])) for recompute in recomputes]
     takes = {one.tensor.name: _list_takes(one, offloaded_tags, covered, readers, places) for one in saved}
@@ -211,10 +211,10 @@ class _Places:
         self.last = len(layer.segments) - 1
         self.hold = next((place for place, one in enumerate(layer.segments) if one.host_wait is HostWait.HOLD), None)
         """First segment whose host wait delays the submission of earlier groups; None if no wait does."""
-        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # saved storages without recompute, by name
+        self.saved = {tensor.name: self.locate(tensor) for tensor in layer.tensors}  # storages saved without recompute, by name
 
     def find(self, name: str) -> int:
-        """Return the index of the segment `name`; 0 if the layer has no segment of this name."""
+        """Return the index of the segment `name`; 0 if the layer has no segment with this name."""
         return self._places.get(name, 0)
 
     def locate(self, tensor: SavedTensor) -> PlacedTensor:
@@ -238,7 +238,7 @@ class _Places:
 
 
 def _list_saved(layer: LayerModel, units: Sequence[UnitModel], places: _Places) -> tuple[PlacedTensor, ...]:
-    """Return the tensors that forward saves if `units` are recomputed: those that no unit drops, and inputs of the units."""
+    """Return the tensors that forward saves if `units` are recomputed: those that no unit drops, and the units' inputs."""
     dropped = {name for unit in units for name in unit.drops}
     saved = {name: one for name, one in places.saved.items() if name not in dropped}
     for unit in units:
@@ -276,7 +276,7 @@ def _list_recomputes(
 
 
 def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], places: _Places) -> dict[str, int]:
-    """Map the name of each unit to the segment before whose backward it is recomputed."""
+    """Map each unit's name to the segment whose backward follows the unit's recompute."""
     before: dict[str, int] = {}
     readers: list[tuple[frozenset[int], int]] = []
     # In reverse forward order, because a unit must run before any recompute that reads its output.
@@ -290,7 +290,7 @@ def _find_when(units: Sequence[UnitModel], tensors: Mapping[str, SavedTensor], p
 def _list_takes(
     one: PlacedTensor, tags: Sequence[str], covered: Set[str], readers: Sequence[tuple[Recompute, Set[str]]], places: _Places
 ) -> tuple[Take, ...]:
-    """Return the points that need `one`: segments of its tags that no recompute covers, and recomputes that read it."""
+    """Return where backward needs `one`: in segments of its tags that no recompute covers, and in recomputes that read it."""
     found = [(places.find(tag), tag) for tag in one.tensor.tags if tag not in covered]
     uses = set()
     for recompute, read in readers:

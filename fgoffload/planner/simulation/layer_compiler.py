@@ -2,20 +2,20 @@
 
 [Note: Tensors that dispatchers keep]
 A token dispatcher keeps the routing probabilities of its last forward, and with them their autograd graph. If a checkpoint of
-the layer or of its experts recomputed that forward, the graph holds the [s, b, h] input of the checkpoint and, after backward,
-its gradient. Both stay on the GPU until the next forward replaces the probabilities, so each step starts with the previous
-step's tensors. This package makes dispatchers free them; we count them for runs without it (`RankModel.has_engine`).
+the layer or of its experts recomputed that forward, the graph holds the checkpoint's [s, b, h] input and, after backward, that
+input's gradient. Both stay on the GPU until the next forward replaces the probabilities, so each step starts with the tensors
+of the previous one. This package makes dispatchers free them; we count them for runs without it (`RankModel.has_engine`).
 Source: `dispatch_preprocess` of megatron/core/transformer/moe/token_dispatcher.py and `CheckpointFunction` of
 megatron/core/tensor_parallel/random.py, megatron-core 0.16.1.
 
 [Note: Host waits in a recompute]
 In a recompute, the host waits only if the unit contains a token dispatcher: `layer` and `moe` do, but the experts' first linear
 does not. The host already has the token counts from forward (docs/decisions.md), so it does not wait for counts that a kernel
-writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are as in forward.
+writes (`HostWait.KERNEL`) and stays ahead of the device. All other waits are the same as in forward.
 
 [Note: Tensors that the model references]
 `GPTModel.forward` references the embedding's output until it returns the loss. This keeps the first layer's input on the GPU
-until then, even if it is offloaded. On later stages, the pipeline schedule references the first layer's input until backward.
+until then, even if the input is offloaded. On later stages, the pipeline schedule references that input until backward.
 Source: `decoder_input` in megatron/core/models/gpt/gpt_model.py, megatron-core 0.16.1.
 """
 
@@ -50,7 +50,7 @@ class EventList:
     def __init__(self, *, merges: bool) -> None:
         self._merges = merges
         self._events: list[tuple[EventKind, object]] = []
-        self._last: Compute | None = None  # event into which the next compute may be merged
+        self._last: Compute | None = None  # event into which the next compute can be merged
 
     def compute(self, label: str, seconds: float, extra_bytes: int, net_bytes: int = 0, *, host_s: float = 0.0) -> None:
         """Add compute that needs `extra_bytes` of temporaries and changes the device bytes by `net_bytes`."""
@@ -93,27 +93,27 @@ class LayerCompiler:
         self._segments = numbered.model.segments
         self._has_copies = rules.has_copies
         self._has_referenced_input = has_referenced_input
-        self._host_s = rules.host_s / len(self._segments)  # host seconds of a segment
+        self._host_s = rules.host_s / len(self._segments)  # host seconds per segment
         self._name = f"layers.{numbered.number}."
         self._keeper = None if rules.has_engine else _find_keeper(resolved)
-        """Recompute whose dispatcher keeps tensors, or None. See [Note: Tensors that dispatchers keep]."""
+        """Recompute of a dispatcher that keeps tensors, or None. See [Note: Tensors that dispatchers keep]."""
         self._dispatcher = (chunk, numbered.number)
         self._is_recomputed = any(recompute.unit == "layer" for recompute in resolved.recomputes)
-        """Whether the whole layer is recomputed. Its checkpoint saves only the input, so the engine sees nothing inside."""
+        """Whether the whole layer is recomputed. Its checkpoint saves only the input, so the engine sees no tensors inside."""
         names = [segment.name for segment in self._segments]
         self._after_attention = names.index(_PROJECTION) + 1 if _PROJECTION in names else len(names)
         """First segment after attention."""
         tags = {group.tag for group in resolved.groups}
         watched = find_watched(tags, shares_router_input=self._layer.shares_router_input)
         self._is_watched = watched.covers_layer or (watched is Watched.ATTENTION and self._after_attention == len(names))
-        """Whether the engine watches all ops of the layer, attention included."""
+        """Whether the engine watches all ops of the layer. Watching attention is enough if the layer has nothing after it."""
         self._watched_places = len(names) if self._is_watched else self._after_attention * (watched is Watched.ATTENTION)
         """Number of watched segments at the start of the layer."""
         self._base = 0  # number of groups in earlier layers of the chunk
         self._bundles: list[tuple[PlacedTensor, int]] = []
-        """One tensor of each bundle, and the bundle's number. The engine copies and frees the tensors of a bundle together."""
+        """One tensor of each bundle, and the bundle's index. The engine copies and frees the tensors of a bundle together."""
         self._takes: dict[tuple[int, str | None], list[Take]] = {}
-        """Tensors that backward needs, keyed by the segment before which it needs them and the unit recomputed there."""
+        """Tensors that backward needs, keyed by the segment that runs next in backward and the unit recomputed before it."""
 
     def add_groups(self, groups: list[PlacedGroup], bundles: list[Bundle]) -> None:
         """Append the groups and bundles of this layer to those of earlier layers."""
@@ -154,7 +154,7 @@ class LayerCompiler:
                 needed.setdefault((take.before, take.unit), {}).setdefault(take.group, []).append(bundle)
         found = {group for groups in needed.values() for group in groups}
         for index, group in enumerate(self._resolved.groups):
-            # All tensors of this group stay on the GPU, but backward still reaches it.
+            # All tensors of this group stay on the GPU, but backward still reaches the group.
             if index not in found:
                 needed.setdefault((group.needed_before, None), {})[index] = []
         for key, groups in needed.items():
@@ -193,7 +193,7 @@ class LayerCompiler:
             self._dispatch(events, segment)
 
     def run_backward(self, events: EventList) -> None:
-        """Add the events of the layer's backward, with its recomputes."""
+        """Add the events of the layer's backward, including its recomputes."""
         recomputes = _group_by_place((recompute.before, recompute) for recompute in self._resolved.recomputes)
         freed = _group_by_place((one.freed_after, bundle) for one, bundle in self._bundles)
         starts = [group.starts_at for group in self._resolved.groups]
@@ -205,7 +205,7 @@ class LayerCompiler:
             self._take(events, place, None)
             events.run_backward(segment, self._name, -self._resolved.freed_bytes.get(place, 0), host_s=self._host_s)
             if self._keeper is not None and place == self._keeper.segments[0]:
-                # The input and its gradient. Until here, the input was a saved tensor, and the gradient was a temporary.
+                # The checkpoint's input and its gradient. Until here, they counted as a saved tensor and a temporary.
                 events.add(EventKind.RETAIN, (self._dispatcher, 2 * _count_input_bytes(self._resolved)))
             if place in freed:
                 events.add(EventKind.FREE, tuple(freed[place]))
@@ -216,7 +216,7 @@ class LayerCompiler:
         self._pass(events, self._base)
 
     def _pass(self, events: EventList, groups: int) -> None:
-        """Add a `PASSED` event unless the engine watches the layer or backward has no `groups` left."""
+        """Add a `PASSED` event, unless the layer is watched or recomputed as a whole, or backward has no `groups` left."""
         if groups and not self._is_watched and not self._is_recomputed:
             events.add(EventKind.PASSED)
 
@@ -241,9 +241,9 @@ class LayerCompiler:
             events.add(EventKind.DISPATCH, self._dispatcher)
 
     def _take(self, events: EventList, place: int, unit: str | None) -> None:
-        """Add the tensors needed before the backward of a segment, by the recompute of `unit` or by the segment itself.
+        """Add events for the tensors needed by the recompute of `unit` or, if it is None, by the backward of a segment.
 
-        The engine releases tensors of sites without offload here. The tensors of a group show that backward has reached it.
+        Here, the engine also releases tensors of sites without offload. `TAKE` events show that backward is at their group.
         """
         sizes_bytes = self._resolved.released_bytes.get((place, unit))
         if sizes_bytes and place < self._watched_places:

@@ -1,7 +1,7 @@
-"""Simulates the link between a device and its host: a FIFO queue and a rate per direction.
+"""Simulates the link between a device and its host, with a FIFO queue and a rate for each direction.
 
-The first copy of each queue runs at its direction's rate, or at the duplex rate while the other direction is busy too. Rates
-depend on nothing else, so time advances from the end of one copy to the next.
+The first copy in each queue runs at its direction's rate, or at the duplex rate while the other direction is busy too. Rates
+depend on nothing else, so the simulation advances from the end of one copy to the end of the next.
 """
 
 import collections
@@ -12,7 +12,7 @@ from fgoffload.planner.ranks.schedule import Pass
 from fgoffload.planner.simulation.simulation_result import RankTimeline, StreamName, TagTraffic
 
 _SAME_TIME = 1 + 1e-9
-"""We treat times within this factor as equal, because rounding could otherwise hide a copy that ends exactly at a poll."""
+"""We treat times within this factor as equal. Otherwise, rounding could make a poll miss a copy that ends at the same time."""
 
 
 class Copy:
@@ -36,12 +36,12 @@ class CopyQueue:
 
     def __init__(self, stream: StreamName, rate_bytes_per_s: float, link: LinkModel) -> None:
         self.stream = stream
-        self.copies: collections.deque[Copy] = collections.deque()  # unfinished copies, in order; the first one runs
+        self.copies: collections.deque[Copy] = collections.deque()  # unfinished copies, in order; the first is running
         self.left_s = 0.0  # remaining seconds of the first copy at full rate, latency included
-        # Capped, because a measured duplex rate above the rate of one direction is noise.
+        # Capped, because a measured duplex rate above the one-way rate is noise.
         self.duplex_part = min(1.0, link.duplex_bytes_per_s / rate_bytes_per_s)
-        """Fraction of its rate that remains while the other direction is busy."""
-        self.waited_since_s = math.inf  # time since which compute waits for this direction; infinite if it does not
+        """Fraction of this direction's rate that remains while the other direction is busy."""
+        self.waited_since_s = math.inf  # time since which compute has been waiting for this direction; infinite if it is not
         self._rate_bytes_per_s = rate_bytes_per_s
         self._latency_s = link.copy_latency_s
 
@@ -51,14 +51,14 @@ class CopyQueue:
         return sum(sizes_bytes[1:]) + min([*sizes_bytes[:1], self.left_s * self._rate_bytes_per_s]) if sizes_bytes else 0.0
 
     def start(self, now_s: float) -> None:
-        """Start the first copy."""
+        """Start the first copy in the queue."""
         copy = self.copies[0]
         copy.start_s = now_s
         self.left_s = self._latency_s + copy.size_bytes / self._rate_bytes_per_s
 
 
 class LinkQueue:
-    """Both directions of one rank's link, on one clock that only moves forward."""
+    """Both directions of one rank's link, with a shared clock that only moves forward."""
 
     def __init__(self, link: LinkModel, timeline: RankTimeline | None) -> None:
         self.d2h = CopyQueue(StreamName.D2H, link.d2h_bytes_per_s, link)
@@ -86,7 +86,7 @@ class LinkQueue:
             self.now_s = until_s
 
     def wait_for(self, queue: CopyQueue, copy: Copy, since_s: float) -> float:
-        """Advance time until `copy` is done and return that time. Compute has waited for it since `since_s`."""
+        """Advance time until `copy` is done and return that time. Compute has been waiting since `since_s`."""
         self.advance(since_s)
         queue.waited_since_s = since_s
         while copy.end_s == math.inf:
@@ -95,7 +95,7 @@ class LinkQueue:
         return copy.end_s
 
     def run_compute(self, at_s: float, work_s: float) -> float:
-        """Return the end of compute that starts at `at_s` and takes `work_s` without copies. Concurrent copies slow it down."""
+        """Return the end time of compute that starts at `at_s` and takes `work_s`, or longer if copies run concurrently."""
         if not self._slowdown:
             return at_s + work_s
         if self.now_s < at_s:
@@ -123,7 +123,7 @@ class LinkQueue:
         began_s = self.now_s
         now_s = began_s + (left_s if left_s < other_left_s else other_left_s)
         self.now_s = now_s = now_s if now_s < until_s else until_s
-        same_s = now_s * _SAME_TIME  # copies of both directions may end now
+        same_s = now_s * _SAME_TIME  # copies in both directions can end now
         if began_s + left_s <= same_s:
             self._end_copy(queue)
         else:

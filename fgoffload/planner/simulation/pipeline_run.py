@@ -1,10 +1,10 @@
 """Runs the passes of a step on all ranks, and extrapolates repeated rounds instead of simulating them.
 
 [Note: Rounds]
-Between warm-up and drain a rank repeats rounds. In each round, one more group of microbatches runs forward and backward through
-all chunks. We simulate about two rounds: more than one at the start, and the rest before the drain. The rounds in between are
-skipped: they get the times and counters of the last simulated round before them. We compute waits between ranks for all passes,
-because a slightly slower rank may delay its neighbours only after many rounds.
+Between warm-up and drain, a rank repeats rounds. In each round, the next few microbatches run forward and backward through all
+chunks. We simulate about two rounds: more than one at the start, and the rest before the drain. The rounds in between are
+skipped: they reuse the times and counters of the last simulated round before them. We compute waits between ranks for all
+passes, because it can take many rounds until a slightly slower rank delays its neighbors.
 """
 
 import math
@@ -18,7 +18,7 @@ from fgoffload.planner.simulation.rank_run import RankRun
 from fgoffload.planner.simulation.simulation_result import RankResult
 
 _FEWEST_ROUNDS, _FEWEST_AT_START = 1.5, 1.25
-"""Minimum number of simulated rounds, in total and at the start. The first one still includes part of the warm-up."""
+"""Minimum number of simulated rounds, in total and at the start. The first round still includes part of the warm-up."""
 
 _LEAST_MICROBATCHES = 4  # minimum number of microbatches in a round
 _FORWARD = PassKind.FORWARD  # cached: looking up an enum member costs as much as a call
@@ -27,7 +27,7 @@ _FORWARD = PassKind.FORWARD  # cached: looking up an enum member costs as much a
 class Rounds(NamedTuple):
     """The skipped rounds. See [Note: Rounds]."""
 
-    places: Sequence[int]  # number of passes before the skipped rounds, by rank
+    places: Sequence[int]  # for each rank, number of passes before the skipped rounds
     passes: int  # number of passes in a round, on each rank
     microbatches: int  # number of microbatches in a round
     skipped: int  # number of skipped rounds
@@ -35,7 +35,7 @@ class Rounds(NamedTuple):
 
 def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_all_simulated: bool) -> Rounds:
     """Return the rounds that can be skipped."""
-    # With several chunks, a group of microbatches runs through one chunk before the next.
+    # With several chunks, a group of microbatches runs through one chunk before it enters the next.
     own = passes_by_rank[0]
     in_turn = next((place for place, one in enumerate(own) if one.chunk or one.kind is not _FORWARD), len(own))
     group = in_turn if chunks > 1 else len(passes_by_rank)
@@ -43,7 +43,7 @@ def find_rounds(passes_by_rank: Sequence[Sequence[Pass]], chunks: int, *, are_al
     length = 2 * microbatches * chunks
     starts = [_find_start(passes) for passes in passes_by_rank]
     alike = min(_count_alike(passes, start, length, microbatches) for passes, start in zip(passes_by_rank, starts, strict=True))
-    # `alike` counts only passes with a later repetition, so it excludes the last round.
+    # `alike` counts only passes that recur later, so it excludes the last round.
     skipped = 0 if are_all_simulated else max(0, int((alike + length) / length - _FEWEST_ROUNDS))
     kept = alike + length - skipped * length
     at_start = max(math.ceil(_FEWEST_AT_START * length), kept - length)
@@ -56,7 +56,7 @@ def _find_start(passes: Sequence[Pass]) -> int:
 
 
 def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: int) -> int:
-    """Return how many passes from `start` on recur `length` passes later, with later microbatches."""
+    """Return how many passes in a row, from `start` on, recur `length` passes later with later microbatches."""
     later = passes[start + length :]
     for place, (one, other) in enumerate(zip(passes[start:], later, strict=False)):
         if other.microbatch != one.microbatch + microbatches or other.kind is not one.kind or other.chunk != one.chunk:
@@ -67,8 +67,8 @@ def _count_alike(passes: Sequence[Pass], start: int, length: int, microbatches: 
 class RankPasses:
     """Runs the passes of one rank until it needs an input that another rank has not produced yet.
 
-    `ends_s` contains the end of each pass, by direction, virtual stage and microbatch. `stages` contains the virtual stage of
-    each chunk, and the number of stages; `place` is the number of passes before the skipped rounds.
+    `ends_s` contains the end of each pass, keyed by direction (true for forward), virtual stage and microbatch. `stages` is a
+    pair: the virtual stage of each chunk, and the number of virtual stages. `place` is the rank's entry in `Rounds.places`.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class RankPasses:
         self._first = place
         self._rounds = rounds
         self._busy_s: list[float] = []  # busy seconds of the passes before the skipped rounds
-        self._numbers: list[list[float]] = []  # counters before and after the last simulated round
+        self._numbers: list[list[float]] = []  # counters at the start and end of the last round before the skipped ones
         self._skipped_s = self._skipped_waits_s = 0.0
-        """Seconds of the skipped rounds and of their waits. The clock of `run` excludes both."""
+        """Seconds of the skipped rounds, and how many of them are waits. The clock of `run` excludes these seconds."""
 
     def run_on(self) -> None:
         """Run passes until all are done or the next one lacks its input."""
@@ -133,7 +133,7 @@ class RankPasses:
         """Return the chunk and microbatch of the next backward, or None if the engine's `PassOrder` does not predict it.
 
         After a forward, `PassOrder` predicts only a backward that follows directly. After a backward, one forward may come in
-        between. It does not see backwards without offloaded tensors.
+        between. `PassOrder` ignores backwards without offloaded tensors.
         """
         may_be_forward = one.kind is not _FORWARD
         for place in range(self.done + 1, len(self.passes)):
@@ -159,7 +159,7 @@ class RankPasses:
 def run_pipeline(
     runs: Sequence[RankRun], passes_by_rank: Sequence[Sequence[Pass]], *, chunks: int, rounds: Rounds
 ) -> tuple[RankResult, ...]:
-    """Simulate all ranks. A pass starts once the neighbouring rank has produced its input."""
+    """Simulate all ranks. A pass starts once the neighboring rank has produced its input."""
     ends_s: dict[tuple[bool, int, int], float] = {}
     count = len(runs) * chunks
     ranks = [
@@ -174,7 +174,7 @@ def run_pipeline(
     for number, rank in enumerate(ranks):
         if rank.done < len(rank.passes):
             raise ConfigError(
-                f"rank {number} deadlocks before {rank.passes[rank.done]}: no rank produces its input, or the producer "
-                "waits for this rank. Pass ranks whose passes belong to one pipeline schedule."
+                f"rank {number} deadlocks before {rank.passes[rank.done]}: no rank produces the input, or the rank that "
+                "does is waiting for this one. Use ranks whose passes belong to the same pipeline schedule."
             )
     return tuple(rank.finish() for rank in ranks)

@@ -23,14 +23,14 @@ class Cause(enum.Enum):
     RELOAD = "wait for a reload"
     HOST = "host waits for copies"
     LATE = "launch-bound"
-    NEIGHBOURS = "wait for a neighbour"
+    NEIGHBOURS = "wait for a neighbor"
 
     __hash__ = object.__hash__
     """Identity hash. Members are singletons, and `Enum`'s own hash is several times slower."""
 
 
 NEIGHBOURS_PLACE = 3 + list(Cause).index(Cause.NEIGHBOURS)
-"""Index in `RankClock.list_numbers` of the seconds that compute waits for other ranks."""
+"""Index in `RankClock.list_numbers` of the time that compute spends waiting for other ranks."""
 
 
 class RankClock:
@@ -45,7 +45,7 @@ class RankClock:
         self._waits_s = dict.fromkeys(Cause, 0.0)
         self._tags: dict[TrafficKey, TagTraffic] = {}
         self._link = LinkQueue(rank.link, timeline)
-        # Dispatchers still hold tensors of the previous step.
+        # At the start, dispatchers still hold tensors from the previous step.
         kept = [argument for chunk in chunks for kind, argument in chunk.backward if kind is EventKind.RETAIN]
         self._dispatcher_bytes: dict[tuple[int, int], int] = dict(kept)
         self._static_bytes = rank.static_bytes + STAGING_SLOTS * max((chunk.staged_bytes for chunk in chunks), default=0)
@@ -55,13 +55,13 @@ class RankClock:
         self._peak_at: tuple[Pass | None, str] = (None, "between steps")
         self._is_a_layer_ahead = rank.host_pace is HostPace.LAYER_AHEAD and any(chunk.groups for chunk in chunks)
         """Whether a poll for finished copies depends on `_host_s`."""
-        self._host_s = 0.0  # progress of the host in compute time, at most `clock_s`; updated only if needed
+        self._host_s = 0.0  # time at which the host launched the last op, at most `clock_s`; updated only if needed
 
     def _get_traffic(self, key: TrafficKey) -> TagTraffic:
         return self._tags.setdefault(key, TagTraffic(kind=key.kind, tag=key.tag, action=key.action))
 
     def list_numbers(self) -> list[float]:
-        """Return all numbers that accumulate over a step: times first, then the traffic of each tag."""
+        """Return all counters that accumulate over a step: times first, then the traffic of each tag."""
         numbers = [self.clock_s, self._link.slowed_s, self._recompute_s, *self._waits_s.values()]
         return numbers + [getattr(one, name) for one in self._tags.values() for name in _TRAFFIC]
 

@@ -22,11 +22,11 @@ from fgoffload.planner.simulation.rank_clock import Cause, RankClock
 from fgoffload.planner.simulation.simulation_result import RankResult, RankTimeline, TagTraffic
 from fgoffload.transfer_schedule import ReloadDecision, ScheduledGroup, ScheduledLane, TransferSchedule
 
-_ROUNDING_S = 1e-9  # seconds; far less than any copy takes
+_ROUNDING_S = 1e-9  # tolerance in seconds, far shorter than any copy
 
 _NEARLY_DONE_PART = 0.005
-"""A copy to the host is nearly done if its remaining time is at most this fraction of the forward time. A plan waits for a
-nearly done copy, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
+"""At the loss, an offload is nearly done if its remaining time is at most this fraction of the forward time. Compute then waits
+for it, because keeping its group on the GPU would require a recompute elsewhere, which is rarely faster."""
 
 # Cached: looking up an enum member costs as much as a call.
 _RESIDENT, _OFFLOADING, _OFFLOADED, _RELOADED, _FREED = SavedState
@@ -34,7 +34,7 @@ _FORWARD = PassKind.FORWARD
 
 
 class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
-    """One microbatch in one model chunk: a lane of the schedule, with all its groups from the start."""
+    """One microbatch in one model chunk: a lane of the transfer schedule, created with all of its groups."""
 
     __slots__ = ("chunk", "is_copied", "is_read", "reloads", "states", "traffic")
 
@@ -43,10 +43,10 @@ class SimulatedLane(ScheduledLane[ScheduledGroup, int]):
         count = len(chunk.bundles)
         self.chunk = chunk
         self.traffic = traffic
-        self.states = [_RESIDENT] * count  # by bundle
-        self.is_copied = [False] * count  # by bundle: whether a copy to the host still reads its device memory
-        self.is_read = [bundle.is_read_later for bundle in chunk.bundles]  # by bundle: whether forward still reads it
-        self.reloads: list[Copy | None] = [None] * count  # by bundle: its copy to the device
+        self.states = [_RESIDENT] * count  # state of each bundle
+        self.is_copied = [False] * count  # for each bundle, whether a copy to the host still reads its device memory
+        self.is_read = [bundle.is_read_later for bundle in chunk.bundles]  # for each, whether forward still reads it
+        self.reloads: list[Copy | None] = [None] * count  # for each bundle, its copy to the device
 
     def list_remaining(self, group: int) -> list[int]:
         """Return the bundles of a group that are on the host or in flight to it."""
@@ -73,7 +73,7 @@ class InFlight(NamedTuple):
 
 
 class RankRun(RankClock):
-    """Runs the passes of a rank, and the copies that the transfer schedule requests. Takes the arguments of `RankClock`."""
+    """Runs the passes of a rank and the copies that the transfer schedule requests. Takes the arguments of `RankClock`."""
 
     def __init__(self, rank: RankModel, chunks: Sequence[CompiledChunk], *, timeline: RankTimeline | None) -> None:
         super().__init__(rank, chunks, timeline=timeline)
@@ -88,13 +88,13 @@ class RankRun(RankClock):
         self._pass_start_s = 0.0
         self._following: tuple[int, int] | None = None
         self._loss_window_bytes = 0  # maximum bytes in flight at the start of a loss
-        self._abandoned = 0  # number of bundles that backward has freed while a copy to the host still reads them
-        # Unbound functions, because bound methods would form a reference cycle with the rank.
+        self._abandoned = 0  # number of bundles that backward no longer needs but that a copy to the host still reads
+        # Unbound functions, because bound methods would form a reference cycle with this object.
         methods: dict[EventKind, Callable[[RankRun, Any, SimulatedLane], None]]
         methods = {kind: getattr(RankRun, kind.value) for kind in EventKind}
         if timeline is not None:
             methods[EventKind.COMPUTE] = RankRun.compute_and_note
-        # Events run hundreds of times, so look up their methods once.
+        # Each event runs hundreds of times, so look up its method once.
         self._forwards = [[(methods[kind], argument) for kind, argument in chunk.forward] for chunk in chunks]
         self._backwards = [[(methods[kind], argument) for kind, argument in chunk.backward] for chunk in chunks]
 
@@ -165,14 +165,14 @@ class RankRun(RankClock):
             self._in_flight.append(InFlight(copy, lane, submitted, size_bytes))
             self._in_flight_bytes += size_bytes
             if late_s := self._rank.late.find(1, chunk.groups[number].tensors):
-                # Before the wait for the window, because only the device waits for the window.
+                # This delay precedes the wait for the window, because only the device waits for the window.
                 self._wait_until(self.clock_s + late_s, Cause.LATE)
         while self._schedule.policy.must_wait(in_flight_bytes=self._in_flight_bytes):
             self._wait_for_oldest(Cause.WINDOW)
         self._execute(self._schedule.look_ahead())
 
     def wait_for_host(self, host_wait: HostWait, _: object) -> None:
-        """Block the host until compute catches up and, if the wait uses the copy engine, until queued copies are done."""
+        """Block the host until compute catches up and, unless a kernel sends the bytes, queued copies to the host are done."""
         if host_wait is not HostWait.KERNEL:
             self._link.advance(self.clock_s)
             if self._link.d2h.copies:
@@ -190,7 +190,7 @@ class RankRun(RankClock):
             return
         self._link.advance(self.clock_s)
         if self._is_a_layer_ahead:
-            # Rounding must not hide a copy for which the host has waited.
+            # Without a tolerance, rounding could hide a copy for which the host has waited.
             seen_s = self._host_s + _ROUNDING_S
         else:
             seen_s = self._pass_start_s if self._rank.host_pace is HostPace.PASS_AHEAD else self.clock_s
@@ -207,7 +207,7 @@ class RankRun(RankClock):
                 lane.states[bundle] = _OFFLOADED
             elif state is _FREED:
                 self._abandoned -= 1
-            # Backward still needs a cancelled bundle. `read` frees a bundle that forward still reads.
+            # A bundle whose offload was cancelled stays on the GPU. `read` frees a bundle that forward still reads.
             if state is not _RESIDENT and not lane.is_read[bundle]:
                 self._device_bytes -= lane.chunk.bundles[bundle].device_bytes
 

@@ -27,7 +27,7 @@ class Waits:
 
     @property
     def copies_s(self) -> float:
-        """Seconds of waits for copies: all waits except `late_s` and `neighbours_s`."""
+        """Seconds spent waiting for copies: all waits except `late_s` and `neighbours_s`."""
         return self.window_s + self.turn_s + self.reload_s + self.host_s
 
 
@@ -36,7 +36,7 @@ class TagTraffic:
     """Traffic of one tag in a step on one rank, for layers of one kind with the same action."""
 
     kind: str
-    tag: str  # the tag that offloads the tensors, if several tags save them
+    tag: str  # the tag with which the tensors are offloaded, if they have several
     action: Action
     d2h_bytes: int = 0
     h2d_bytes: int = 0
@@ -44,7 +44,7 @@ class TagTraffic:
     kept_bytes: int = 0  # bytes that stayed on the GPU because the host budget was full
     d2h_s: float = 0.0
     h2d_s: float = 0.0
-    exposed_s: float = 0.0  # part of `d2h_s` and `h2d_s` in which compute waited for the copies
+    exposed_s: float = 0.0  # part of `d2h_s` and `h2d_s` during which compute waited for the copies
 
     @property
     def hidden_s(self) -> float:
@@ -61,7 +61,7 @@ class StreamName(enum.Enum):
 
 
 class Span(NamedTuple):
-    """A busy span of a stream, or a wait of compute."""
+    """A span of time in which a stream is busy or compute waits."""
 
     stream: StreamName
     label: str  # such as `F3 layers.12.expert_fc1` or `wait for the window`
@@ -83,7 +83,7 @@ class RankTimeline:
     """Streams and memory of a rank over time."""
 
     spans: list[Span] = dataclasses.field(default_factory=list)  # in no particular order
-    memory: list[MemorySample] = dataclasses.field(default_factory=list)  # by time
+    memory: list[MemorySample] = dataclasses.field(default_factory=list)  # ordered by time
 
     def note_span(self, stream: StreamName, label: str, start_s: float, end_s: float, *, size_bytes: int = 0) -> None:
         """Record a span of `stream`, unless it is empty."""
@@ -101,7 +101,7 @@ class RankResult:
     peak_at: str  # pass and segment of the first peak, such as `B3 layers.12.expert_fc1`
     static_bytes: int  # device bytes without activations
     end_bytes: int  # device bytes after the step and its copies
-    loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without one
+    loss_window_bytes: int  # maximum bytes in flight to the host at the start of a loss; 0 on ranks without a loss
     host_peak_bytes: int  # peak host bytes
     d2h_bytes: int
     h2d_bytes: int
@@ -113,7 +113,7 @@ class RankResult:
     recompute_s: float  # seconds of recompute, without concurrent copies
     d2h_s: float
     h2d_s: float
-    tags: tuple[TagTraffic, ...]  # by kind of layer, tag and action
+    tags: tuple[TagTraffic, ...]  # one per kind of layer, tag and action
     timeline: RankTimeline | None = None
 
 
@@ -130,7 +130,7 @@ class StepResult:
 
     @property
     def worst_rank(self) -> RankResult:
-        """Return the first rank with the highest peak."""
+        """First rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.peak_bytes)
 
     @property

@@ -1,4 +1,4 @@
-"""Simulates a training step under a plan: time, memory, waits and copies, without a device.
+"""Simulates a training step under a plan without using a device: time, memory, waits and copies.
 
     result = simulate(ranks, plan)
     result.step_s, result.worst_rank.peak_bytes, result.worst_rank.peak_at
@@ -29,9 +29,9 @@ def simulate(
 
     Args:
         ranks: All ranks in order, each with the same number of chunks. Chunk c of rank r is virtual stage c * p + r of p ranks.
-        plan: Plan for all ranks. Sites that it does not name stay on the GPU.
-        detail: Level of detail. With `Detail.TIMELINE` every pass is simulated.
-        only: The only rank to report in `detail`, or None for all. Other ranks get totals.
+        plan: Plan for all ranks. Sites that the plan does not name stay on the GPU.
+        detail: Level of detail. With `Detail.TIMELINE`, every pass is simulated.
+        only: The only rank to which `detail` applies, or None for all ranks. Other ranks get `Detail.TOTALS`.
 
     Raises:
         ConfigError: The ranks do not form a pipeline, or their passes deadlock.
@@ -45,7 +45,7 @@ def simulate(
 
 
 def simulate_rank(rank: RankModel, plan: OffloadPlan, *, detail: Detail = Detail.TOTALS) -> RankResult:
-    """Simulate a step under `plan` on one rank, without waits for its neighbours. The layers of other ranks are ignored."""
+    """Simulate a step under `plan` on one rank, without waits for its neighbors. Actions for other ranks are ignored."""
     return _simulate([rank], group_by_layer(plan), [detail], loss_window_bytes=plan.loss_window_bytes)[0]
 
 
@@ -73,10 +73,10 @@ def group_by_layer(plan: OffloadPlan) -> dict[tuple[int, int], Mapping[str, Acti
 def _check_ranks(ranks: Sequence[RankModel]) -> None:
     numbers = [rank.rank for rank in ranks]
     if not ranks or numbers != list(range(len(ranks))):
-        raise ConfigError(f"ranks {numbers} are not a whole pipeline. Pass all its ranks in order: 0, 1, and so on.")
+        raise ConfigError(f"ranks {numbers} are not a whole pipeline. Pass all pipeline ranks in order: 0, 1, and so on.")
     counts = [len(rank.chunks) for rank in ranks]
     if len(set(counts)) > 1:
-        raise ConfigError(f"ranks have {counts} chunks. All ranks of a pipeline must have the same number of chunks.")
+        raise ConfigError(f"the ranks have {counts} chunks. All ranks of a pipeline must have the same number of chunks.")
 
 
 def _check_layers(ranks: Sequence[RankModel], actions: Actions) -> None:

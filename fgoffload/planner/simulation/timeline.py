@@ -22,7 +22,7 @@ _THREADS = {StreamName.COMPUTE: 0, StreamName.D2H: 1, StreamName.H2D: 2}  # trac
 
 
 MOST_MICROBATCHES = 2
-"""Number of microbatches in a trace. Later ones look the same, and a whole step would take hundreds of megabytes."""
+"""Maximum number of microbatches in a trace. Later microbatches look the same, and whole steps take hundreds of megabytes."""
 
 _BACKWARD = re.compile(r"B(\d+)")
 
@@ -68,7 +68,7 @@ def list_events(rank: RankResult) -> Iterator[dict[str, Any]]:
         times = {"ts": start_s * _MICROSECONDS, "dur": (end_s - start_s) * _MICROSECONDS}
         more = {"args": {"bytes": size_bytes}} if size_bytes else {}
         yield {"ph": "X", "name": label, "cat": stream.value, "tid": _THREADS[stream], **times, **more, **own}
-    # One counter event per change of memory. If several events have the same time, viewers show the last one.
+    # Emit a counter event only if memory changes. If several events have the same time, viewers show the last one.
     shown: dict[str, int] = {}
     for at_s, device_bytes, host_bytes in rank.timeline.memory:
         if at_s > until_s:

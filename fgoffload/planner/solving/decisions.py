@@ -1,7 +1,7 @@
-"""Explains a plan: one decision per tag, with reason and cost, as in the tables of `fgoffload plan`.
+"""Explains a plan: one decision per tag, with its reason and cost, as shown in the tables of `fgoffload plan`.
 
 Bytes and recompute times are per microbatch and layer. We find the cost of a decision by simulating the step without it. Its
-times alone do not show the cost: a wait may hide a recompute, and copies slow compute even if nothing waits for them.
+recompute and copies alone do not show that cost: waits can hide recompute, and copies slow compute even if nothing waits.
 """
 
 import dataclasses
@@ -39,19 +39,19 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Price:
-    """Effect of a group of decisions, from a comparison with the step without them."""
+    """Effect of a group of decisions, found by comparing the step with and without them."""
 
     cost_s: float  # seconds that the decisions add to the step; negative if they save time
-    rank: int  # pipeline rank with the highest peak without the decisions
+    rank: int  # pipeline rank expected to have the highest peak without the decisions
     lacking_bytes: int  # bytes by which that rank exceeds the budget without the decisions; 0 if it fits
-    dependent_tags: tuple[str, ...] = ()  # tags that were omitted too, because they depend on the decisions
+    dependent_tags: tuple[str, ...] = ()  # tags also left out of that step, because they depend on the decisions
 
     def describe(self) -> str:
-        """Explain why the plan needs the decisions, or that it would fit without them."""
+        """Explain why the plan needs the decisions, or say that it would fit without them."""
         also = f" (and the tags that need it: {', '.join(self.dependent_tags)})" if self.dependent_tags else ""
         if self.lacking_bytes:
             return f"without it{also}, rank {self.rank} is {format_bytes(self.lacking_bytes)} over budget"
-        return f"the plan fits without it{also} too; no faster plan was found"
+        return f"the plan also fits without it{also}, but no faster plan was found"
 
 
 def price_decisions(
@@ -62,9 +62,9 @@ def price_decisions(
     *,
     budget_bytes: int,
 ) -> Iterator[Price | None]:
-    """Yield the effect of each group of decisions, or None if the rest of the plan requires them.
+    """Yield the effect of each group of decisions, or None if the rest of the plan is invalid without the group.
 
-    Only the rank that needs them most is simulated, without its neighbours, because neighbours wait for the slowest rank.
+    Only the rank that needs the group most is simulated, without its neighbors. In the pipeline, waits could hide the cost.
     """
     planned: dict[int, RankResult] = {}
     for decisions in groups:
@@ -93,7 +93,7 @@ def price_decisions(
 
 
 def explain_plan(ranks: Sequence[RankModel], plan: OffloadPlan, kept: StepResult, *, budget_bytes: int) -> tuple[Decision, ...]:
-    """Return the decisions of all ranks, chunk by chunk and kind by kind, in forward order."""
+    """Return the decisions for all ranks, by chunk and kind of layer, in forward order."""
     decisions: list[Decision] = []
     for rank, before in zip(ranks, kept.ranks, strict=True):
         decisions += _explain_rank(rank, plan, keeps_within_budget=before.peak_bytes <= budget_bytes)
@@ -113,7 +113,7 @@ def _explain_kind(
 ) -> Iterator[Decision]:
     layer = next(iter(rows.values()))[0].layer
     for tag in _list_names(layer):
-        # Layers with the same action for a tag may differ in other actions, and so in bytes and reasons.
+        # Layers with the same action for a tag may differ in other actions, and therefore in bytes and reasons.
         groups: dict[object, tuple[Action, Treatment, str, list[LayerSlot]]] = {}
         for chosen, alike in rows.items():
             actions = dict(chosen)
@@ -122,7 +122,7 @@ def _explain_kind(
             if action is Action.KEEP:
                 reason = "everything fits" if keeps_within_budget else _explain_kept(rank, layer, actions, tag)
                 reason = reason or "the plan fits without it"
-            # Rounded, because equal differences may differ in their last digits.
+            # Rounded, because times that should be equal may differ in their last digits.
             key = (action, alone.kept_bytes, alone.moved_bytes, round(alone.recompute_s, 9), reason)
             groups.setdefault(key, (action, alone, reason, []))[-1].extend(alike)
         for action, alone, reason, slots in groups.values():
@@ -148,12 +148,12 @@ def _list_names(layer: LayerModel) -> list[str]:
 
 
 def _measure_alone(rank: RankModel, layer: LayerModel, actions: Mapping[str, Action], tag: str) -> Treatment:
-    """Return the marginal cost of the action of `tag` in a layer. `moved_bytes` counts only the group of `tag`."""
+    """Return the marginal cost of the action for `tag` in a layer. `moved_bytes` counts only the group of `tag`."""
     others = {name: action for name, action in actions.items() if name != tag and tag not in list_needs(name)}
     own = {**others, **({tag: actions[tag]} if tag in actions else {})}
     with_it = measure_treatment(layer, own, min_offloaded_numel=rank.min_offloaded_numel)
     without = measure_treatment(layer, others, min_offloaded_numel=rank.min_offloaded_numel)
-    # Not the difference of the treatments: if the action also recomputes, other groups may offload fewer bytes.
+    # Not the difference between the treatments, because other groups may offload fewer bytes if the action also recomputes.
     groups = resolve_layer(layer, own, min_offloaded_numel=rank.min_offloaded_numel).groups
     moved_bytes = sum(group.size_bytes for group in groups if group.tag == tag)
     return dataclasses.replace(with_it.subtract(without), moved_bytes=moved_bytes)

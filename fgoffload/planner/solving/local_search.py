@@ -1,10 +1,10 @@
-"""Local search: changes the treatments of a rank at random, and accepts changes that improve the plan.
+"""Local search: changes the treatments of a rank's layers at random, and accepts changes that improve the plan.
 
 A walk starts at one of the best known states. Each step draws several changes: a new treatment for one layer, for all layers
-with the same treatment or for a range of layers, or a swap of two layers. It estimates their costs from bytes and recompute,
-and simulates the most promising change. It accepts better states and, occasionally, slightly worse ones (simulated annealing).
-Each walk charges its own price for bytes above the budget. States that do not fit are allowed, because near the smallest budget
-the best plans can only be reached through them.
+with the same treatment or for a range of layers, or a swap of two layers. The step estimates their costs from bytes and
+recompute times, and simulates the most promising change. It accepts better states and, occasionally, slightly worse ones
+(simulated annealing). Each walk charges its own price for bytes above the budget. States that exceed the budget are allowed,
+because the best plans for very small budgets can be reached only through them.
 """
 
 import collections
@@ -19,16 +19,16 @@ from fgoffload.planner.solving.states import State, make_key
 from fgoffload.planner.solving.treatments import list_neighbours
 
 _STEPS = 100  # steps of one walk
-_DRAWN = 8  # number of drawn changes for each simulated one
-_BLIND = 0.3  # probability of a random change instead of the most promising one: estimates ignore queued copies
+_DRAWN = 8  # number of changes drawn for each one simulated
+_BLIND = 0.3  # probability of a random change instead of the most promising one, because estimates ignore queued copies
 _TWICE = 0.3  # probability that a step combines two changes
 _NEAR = 0.3  # probability that a new treatment differs in only one tag
 _STARTS = 6  # number of best states from which walks start; walks from the single best state mostly return to it
 _TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step time; it falls to 0
-_IDLE_WALKS = 3  # the search ends after this many consecutive walks with hardly any new state
+_IDLE_WALKS = 3  # the search ends after this many consecutive walks that find hardly any new states
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
-"""Range of the price of a byte above the budget, relative to the cost per byte of recomputing whole layers."""
+"""Range of the price of a byte above the budget, relative to the cost per byte freed by recomputing whole layers."""
 
 _Item = TypeVar("_Item")
 
@@ -79,7 +79,7 @@ class LocalSearch:
                 state, cost = following, other
 
     def _draw(self, state: State, cost: RankCost, price: float) -> State | None:
-        """Draw neighbouring states, and return the most promising one that is not simulated yet, or None."""
+        """Draw neighboring states, and return the most promising one that has not been simulated yet, or None."""
         s_per_byte = self._find_copy_price(state, cost)
         is_blind = self._random.random() < _BLIND
         promised = []

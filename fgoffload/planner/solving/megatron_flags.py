@@ -1,7 +1,7 @@
-"""Megatron's own flags for recompute and offload, and the equivalent plans.
+"""Megatron's own flags for recompute and offload, and the plans equivalent to them.
 
 Flags apply to all layers, and the offload fraction applies to all sites of a chunk, so flags can express only a few plans.
-`list_baselines` returns common settings to compare with, and `nearest_flags.py` searches for the best flags within a budget.
+`list_baselines` returns common settings to compare plans with. `nearest_flags.py` searches for the best flags within a budget.
 
     >>> flags = MegatronFlags(offload_modules=("expert_fc1",), recompute=SelectiveRecompute(modules=("layernorm", "moe_act")))
     >>> " ".join(flags.list_arguments())[:71]
@@ -20,11 +20,11 @@ from fgoffload.tags import RECOMPUTE_MODULES, RECOMPUTE_UNITS, default_tags
 
 LAYER = "layer"
 LAYER_INPUT = "layer_input"
-"""Unit of full recompute, and the only tag with a site in fully recomputed layers."""
+"""The unit of full recompute, and the only tag whose tensors a fully recomputed layer saves."""
 
 
 class FullMethod(enum.Enum):
-    """Values of `--recompute-method`, which selects the layers of full recompute."""
+    """Values of `--recompute-method`, which selects the layers to recompute."""
 
     UNIFORM = "uniform"  # every layer separately: --recompute-num-layers 1
     BLOCK = "block"  # the first --recompute-num-layers layers of each model chunk
@@ -53,13 +53,13 @@ class FullRecompute:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlags:
-    """One setting of Megatron's flags for recompute and offload."""
+    """A combination of Megatron's flags for recompute and offload."""
 
     offload_modules: tuple[str, ...] = ()  # `--offload-modules`
     activation_offload_fraction: float = 1.0
-    """`--activation-offload-fraction`: fraction of the sites of each chunk that is offloaded, starting with the first."""
+    """`--activation-offload-fraction`: fraction of each chunk's sites to offload, starting with the first."""
     recompute: SelectiveRecompute | FullRecompute | None = None
-    """`--recompute-granularity` and its flags; None for no recompute."""
+    """`--recompute-granularity` and the flags that go with it; None for no recompute."""
 
     def list_arguments(self) -> tuple[str, ...]:
         """Return the command-line arguments."""
@@ -78,7 +78,7 @@ class MegatronFlags:
     def make_plan(self, ranks: Sequence[RankModel]) -> OffloadPlan:
         """Return the plan that is equivalent to these flags on `ranks`.
 
-        Tags and modules that a layer lacks have no effect there. Tags that a recomputed module covers save nothing.
+        Tags and modules that a layer lacks have no effect there, and neither do tags covered by a recomputed module.
         """
         actions: dict[Site, Action] = {}
         for rank in ranks:
@@ -87,7 +87,7 @@ class MegatronFlags:
         return OffloadPlan(actions=actions)
 
     def adapt(self, ranks: Sequence[RankModel]) -> tuple[RankModel, ...]:
-        """Return `ranks` as simulated for a run with these flags. Without offload, the run does not use this package."""
+        """Return `ranks` adapted to a run with these flags. A run without offload does not use this package."""
         has_engine = bool(self.offload_modules)
         if isinstance(self.recompute, SelectiveRecompute):
             ranks = [copy_outputs(rank) for rank in ranks]
@@ -133,9 +133,9 @@ _ATTENTION = ("core_attn",)
 
 
 def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
-    """Return common settings to compare plans with, by name.
+    """Return common settings to compare plans with, keyed by name.
 
-    - `baseline`: everything is kept.
+    - `baseline`: all saved tensors stay on the GPU.
     - `full recompute`: every layer is recomputed.
     - `selective recompute`: the modules of `choose_usual_modules` are recomputed.
     - `offload everything`: all tags are offloaded, without recompute.
@@ -149,9 +149,9 @@ def list_baselines(ranks: Sequence[RankModel]) -> dict[str, MegatronFlags]:
 
 
 def list_offloading_flags(ranks: Sequence[RankModel]) -> list[MegatronFlags]:
-    """Return flags that offload everything and recompute either all usual modules or one of them.
+    """Return flags that offload everything and recompute one or all of the modules from `choose_usual_modules`.
 
-    The list is empty if the usual module is attention, which is not cheap to recompute.
+    The list is empty if the only such module is attention, which is not cheap to recompute.
     """
     usual = choose_usual_modules(ranks)
     cheap = usual if usual != _ATTENTION else ()

@@ -1,7 +1,7 @@
-"""Searches for the fastest of Megatron's own flags within a memory budget, as a comparison for plans.
+"""Searches for the fastest setting of Megatron's own flags within a memory budget, to compare plans with.
 
-We try recompute settings on the rank with the highest peak, fastest first, until none can beat the best one that fits. If a
-setting exceeds the budget, we add offloaded tags until it fits, cheapest per freed byte first. Then we simulate all ranks.
+We try recompute settings on the rank with the highest peak, fastest first, until no other can beat the best one that fits. If a
+setting exceeds the budget, we offload more tags until it fits, cheapest per freed byte first. Then we simulate all ranks.
 """
 
 import bisect
@@ -28,7 +28,7 @@ from fgoffload.tags import RECOMPUTE_UNITS, default_tags
 _MOST_BLOCKS = 4  # number of values of `--recompute-num-layers` to try with `--recompute-method block`
 
 _MOST_CHECKS = 4
-"""Maximum number of settings simulated on all ranks. If one exceeds the budget, the fullest rank gets a smaller budget."""
+"""Maximum number of settings simulated on all ranks. If one exceeds the budget, the next search uses a smaller budget."""
 
 
 class NearestFlags(NamedTuple):
@@ -39,7 +39,7 @@ class NearestFlags(NamedTuple):
 
 
 class FlagSearch:
-    """Searches for the best flags of a pipeline, and caches simulations across budgets."""
+    """Searches for the best flags for a pipeline, and caches simulations across budgets."""
 
     def __init__(self, ranks: Sequence[RankModel], kept: StepResult) -> None:
         self._ranks = ranks
@@ -64,7 +64,7 @@ class FlagSearch:
         best, best_s = None, math.inf
         starts = [MegatronFlags(recompute=recompute) for recompute in self._list_recomputes()]
         for start in sorted(starts, key=lambda one: self._simulate(one)[1]):
-            # Adding tags cannot make slower flags faster.
+            # Offloading more tags cannot make a setting faster.
             if self._simulate(start)[1] >= best_s:
                 break
             flags = self._add_tags(start, budget_bytes)
@@ -73,7 +73,7 @@ class FlagSearch:
         return best
 
     def _add_tags(self, start: MegatronFlags, budget_bytes: int) -> MegatronFlags | None:
-        """Add as few tags to `start` as the budget requires, cheapest first. Return None if it does not fit with all tags."""
+        """Add as few tags to `start` as the budget requires, cheapest first. Return None if even all tags are not enough."""
         if self._simulate(start)[0] <= budget_bytes:
             return start
 
@@ -92,7 +92,7 @@ class FlagSearch:
         return max(step_s - kept_s, 0.0) / max(kept_bytes - peak_bytes, 1)
 
     def _simulate(self, flags: MegatronFlags) -> tuple[int, float]:
-        """Return the peak and the step time of the fullest rank, simulated without the others."""
+        """Return the peak and the step time of the rank with the highest peak, simulated without the others."""
         if flags not in self._known:
             result = simulate_rank(flags.adapt([self._fullest])[0], flags.make_plan([self._fullest]))
             self._known[flags] = (result.peak_bytes, result.step_s)
@@ -116,7 +116,7 @@ class FlagSearch:
 
 
 def _list_tags(rank: RankModel, flags: MegatronFlags) -> list[str]:
-    """Return Megatron's tags that are compatible with `flags` and save tensors on this rank."""
+    """Return Megatron's tags that are compatible with `flags` and have saved tensors on this rank."""
     saving = {name for chunk in rank.chunks for layer in chunk.layers for name in list_names(layer.model)}
     modules = set(flags.recompute.modules) if isinstance(flags.recompute, SelectiveRecompute) else set()
     return [

@@ -1,8 +1,8 @@
-"""Searches for the best plan of all pipeline ranks: each rank alone first, then all together.
+"""Searches for the best plan for all pipeline ranks: first for each rank alone, then for all ranks together.
 
-Ranks with the same layers differ only in their microbatches in flight. We search the first and the last of them, and reuse the
-results for the other ranks. Then we simulate the best states of all ranks together, because waits for neighbours shift copies
-and so change peaks. We repeat this with smaller budgets for ranks that exceed the budget.
+Ranks with the same layers differ only in their number of microbatches in flight. We search the first and the last of them, and
+reuse the results for the others. Then we simulate the best states of all ranks together, because waits for neighbors shift
+copies and thus change peaks. We repeat this with smaller budgets for ranks that exceed the budget.
 """
 
 import dataclasses
@@ -38,14 +38,14 @@ class Candidate:
     result: StepResult  # prediction for this plan
 
     def score(self, budget_bytes: int) -> tuple[float, ...]:
-        """Return a sort key, for which lower is better: bytes above the budget, step time, rows of the plan."""
+        """Return a sort key (lower is better): bytes above the budget, step time, number of actions in the plan."""
         return (max(self.result.peak_bytes - budget_bytes, 0), round(self.result.step_s, 9), len(self.plan.actions))
 
 
 class PipelineSearch:
-    """Searches for the best plan of all ranks, and caches results across budgets.
+    """Searches for the best plan for all ranks, and caches results across budgets.
 
-    For each budget, the walks of all ranks together simulate at most `layer_passes` forwards and backwards of one layer each.
+    For each budget, the walks of all ranks together simulate at most `layer_passes` forwards and backwards of single layers.
     """
 
     def __init__(self, ranks: Sequence[RankModel], *, layer_passes: int) -> None:
@@ -56,14 +56,14 @@ class PipelineSearch:
         for place, rank in enumerate(self.ranks):
             layers = tuple(tuple(layer.model for layer in chunk.layers) for chunk in rank.chunks)
             alike.setdefault((layers, rank.turning_chunk), []).append(place)
-        self._searched: dict[int, list[int]] = {}  # for each rank, the searched ranks with the same layers, all as indices
+        self._searched: dict[int, list[int]] = {}  # keyed by rank index: indices of the searched ranks with the same layers
         for places in alike.values():
             chosen = sorted({places[0], places[-1]})
             self._searched.update({place: chosen for place in places})
 
     @functools.cached_property
     def baselines(self) -> Mapping[str, StepResult]:
-        """Predictions of the baselines, by name. Recompute settings without effect, as under CUDA graphs, are omitted."""
+        """Predictions for the baselines, by name. Recompute settings without effect, as under CUDA graphs, are omitted."""
         plans = {name: (flags, flags.make_plan(self.ranks)) for name, flags in list_baselines(self.ranks).items()}
         return {
             name: simulate(flags.adapt(self.ranks), plan)
@@ -73,14 +73,14 @@ class PipelineSearch:
 
     @functools.cached_property
     def flags(self) -> FlagSearch:
-        """Return the search for Megatron's own flags."""
+        """Search for the best of Megatron's own flags."""
         return FlagSearch(self.ranks, self.baselines["baseline"])
 
     def find(self, budget_bytes: int, nearest: NearestFlags | None, known: Candidate | None = None) -> Candidate:
-        """Return the best plan found: within the budget or, if none fits, closest to it.
+        """Return the fastest plan found within the budget or, if none fits, the plan closest to the budget.
 
-        With a budget of 0, that is the plan with the lowest peak. The search also starts from `nearest`, the best of
-        Megatron's own flags. The plan is never slower than `known`, a plan for a smaller budget.
+        With a budget of 0, that is the plan with the lowest peak. `nearest`, the best of Megatron's own flags, is one of the
+        starting points. The returned plan is never slower than `known`, a plan for a smaller budget.
         """
         flags = list_baselines(self.ranks)
         usual = [one.make_plan(self.ranks) for one in (*flags.values(), *list_offloading_flags(self.ranks))]
@@ -140,7 +140,7 @@ class PipelineSearch:
                 return borrowed, None, search.evaluate(borrowed).peak_bytes
         state = search.find(budget_bytes)
         if self.ranks[place].turning_chunk is not None:
-            # Compare three limits on the bytes in flight at the loss: with a margin, without one, and 0.
+            # Compare three limits on the bytes in flight at the loss: the maximum with a margin, the maximum itself, and 0.
             most_bytes = search.evaluate(state).loss_window_bytes
             searches = [self._get_search(place, window) for window in (round(most_bytes * _ROUTED_MORE), most_bytes, 0)]
             search = min(searches, key=lambda one: one.score(state, budget_bytes))
@@ -148,7 +148,7 @@ class PipelineSearch:
         return state, window, search.evaluate(state).peak_bytes
 
     def _walk(self, searches: Sequence[RankSearch], budget_bytes: int, slowest_s: float) -> None:
-        """Run walks with at most `layer_passes` in total, first on the ranks with the longest steps."""
+        """Run walks with at most `layer_passes` simulated layer passes in total, starting with the slowest ranks."""
         left = self._layer_passes
         picked = [(search.pick(budget_bytes), search) for search in searches]
         walked = [(search.evaluate(one).step_s, search) for one, search in picked if not search.is_nearly_free(one, slowest_s)]

@@ -1,7 +1,7 @@
-"""Searches for the best plan of one rank, without waits for its neighbours. The simulator evaluates every state.
+"""Searches for the best plan for one rank, without waits for its neighbors. The simulator evaluates every state.
 
-A sweep raises the price of device memory step by step until the rank fits its budget. The hidden part of a copy depends on the
-rest of the plan, so we sweep at two prices per offloaded byte. `local_search` then improves the results.
+A sweep raises the price of device memory step by step until the rank fits its budget. How much of a copy is hidden depends on
+the rest of the plan, so we sweep at two prices per offloaded byte. `local_search` then improves the results.
 """
 
 import bisect
@@ -16,12 +16,12 @@ from fgoffload.planner.simulation.simulator import simulate_rank
 from fgoffload.planner.solving.states import LayerSlot, State, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
-_COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of a copy's time to the host that count as step time
+_COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of the copy time to the host that count as step time
 _SPREADS = ((1, 0), (2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 1))  # strides and offsets of layers with large offloads
 
-_NEARLY_FREE = 1.01  # limit on the microbatch time of a rank without further search, relative to the slowest rank's baseline
+_NEARLY_FREE = 1.01  # a rank needs no search if its microbatches take at most this multiple of the slowest rank's baseline
 
-Base = Mapping[int, Treatment]  # treatments by index of the layer
+Base = Mapping[int, Treatment]  # treatments keyed by layer index
 
 
 class RankCost(NamedTuple):
@@ -38,9 +38,9 @@ class RankSearch:
     def __init__(self, rank: RankModel, *, loss_window_bytes: int | None) -> None:
         self.rank = shorten(rank)
         self.slots = list_slots(self.rank)
-        self.known: dict[object, tuple[State, RankCost]] = {}  # simulated states, by `make_key`
+        self.known: dict[object, tuple[State, RankCost]] = {}  # simulated states with their costs, keyed by `make_key`
         self.loss_window_bytes = loss_window_bytes
-        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # per simulation
+        self.layer_passes = sum(len(self.rank.chunks[one.chunk].layers) for one in self.rank.passes)  # of one simulation
         self._microbatches = 1 + max(one.microbatch for one in self.rank.passes)
         self._swept: set[int] = set()  # budgets of earlier sweeps, and budgets that need none
 
@@ -70,15 +70,15 @@ class RankSearch:
 
     @property
     def microbatch_s(self) -> float:
-        """Seconds of one microbatch in the baseline."""
+        """Seconds per microbatch in the baseline."""
         return self.kept.step_s / self._microbatches
 
     def find(
         self, budget_bytes: int, *, starts: Iterable[State] = (), nearest: State | None = None, slowest_s: float = 0.0
     ) -> State:
-        """Simulate `starts`, sweep, and return the best of all simulated states: with a budget of 0, that with the lowest peak.
+        """Simulate `starts`, sweep, and return the best simulated state: with a budget of 0, the one with the lowest peak.
 
-        If `nearest`, the state of Megatron's own flags, fits and is nearly free, `starts` and the sweep are skipped.
+        `nearest` is the state of Megatron's own flags. If it fits and is nearly free, `starts` and the sweep are skipped.
         For `slowest_s`, see `is_nearly_free`.
         """
         # The baseline is the fastest and simplest plan if it fits.
@@ -111,7 +111,7 @@ class RankSearch:
             for state, cost in other.known.values()
         ]
         for _, number, state in sorted(pool, key=lambda one: one[:2]):
-            # Ranks with the same layers have similar peaks apart from the bytes of their layers.
+            # Peaks of ranks with the same layers differ mainly by the bytes that the layers hold.
             beside_bytes = others[number].evaluate(state).peak_bytes - others[number].count_bytes(state)
             if beside_bytes + self.count_bytes(state) <= budget_bytes and self._fits(state, budget_bytes):
                 return state
@@ -122,15 +122,15 @@ class RankSearch:
         return min((state for state, _ in self.known.values()), key=lambda state: self.score(state, budget_bytes))
 
     def score(self, state: State, budget_bytes: int) -> tuple[float, ...]:
-        """Return a sort key (lower is better): bytes above the budget, step time, offloaded bytes, rows."""
+        """Return a sort key (lower is better): bytes above the budget, step time, offloaded bytes, number of actions."""
         cost = self.evaluate(state)
         moved_bytes = sum(treatment.moved_bytes for treatment in state)
         rows = sum(len(treatment.actions) for treatment in state)
-        # Rounded, because the order of a sum affects its last digits.
+        # Rounded, because the order of summation affects the last digits.
         return (max(cost.peak_bytes - budget_bytes, 0), round(cost.step_s, 9), moved_bytes, rows)
 
     def count_bytes(self, state: State) -> int:
-        """Return the bytes of static memory and of the layers of all microbatches in flight."""
+        """Return the bytes of static memory and of what layers keep for all microbatches in flight."""
         pairs = zip(self.slots, state, strict=True)
         return self.rank.static_bytes + sum(slot.in_flight * (slot.layer.saved_bytes + one.kept_bytes) for slot, one in pairs)
 
@@ -176,11 +176,11 @@ def _list_steps(
     s_per_moved_byte: float,
     late: LateCosts,
 ) -> list[tuple[int, Treatment]]:
-    """Return pairs of a layer's index and its next treatment, by the price of device memory at which the treatment pays off.
+    """Return pairs of a layer's index and its next treatment, ordered by the memory price at which the treatment pays off.
 
     For each kind of layer, the fastest treatments for each number of kept bytes form a convex curve. It begins with keeping
     everything and ends with keeping as little as possible. Each step along it frees bytes at a price. Steps are ordered by
-    price. At equal prices early layers come first, because backward needs their tensors last.
+    price. At equal prices, early layers come first, because backward needs their tensors last.
     """
 
     def cost(one: Treatment) -> float:
@@ -196,12 +196,12 @@ def _list_steps(
 
 
 def _list_curve(rows: Sequence[Treatment], cost: Callable[[Treatment], float]) -> list[tuple[float, Treatment]]:
-    """Return treatments by decreasing kept bytes, each with the price per byte at the end of its segment of the curve."""
+    """Return treatments by decreasing kept bytes, each with the price per byte of its section of the curve."""
     current, curve = rows[0], []
     while smaller := [one for one in rows if one.kept_bytes < current.kept_bytes]:
         prices = [max(0.0, cost(one) - cost(current)) / (current.kept_bytes - one.kept_bytes) for one in smaller]
         price, current = min(zip(prices, smaller, strict=True), key=lambda pair: (pair[0], pair[1].kept_bytes))
-        # Treatments before `current` cost less in total but more per byte. They may suffice for the last changed layer.
+        # Treatments before `current` cost less in total but more per byte. They may be enough for the last layer that changes.
         before = [one for one in smaller if one.kept_bytes > current.kept_bytes and cost(one) < cost(current)]
         curve += [(price, one) for one in (*sorted(before, key=lambda one: -one.kept_bytes), current)]
     return curve

@@ -1,7 +1,7 @@
 """Finds the fastest plan within a memory budget, for all pipeline ranks.
 
     ranks -> treatments of each kind of layer with costs -> price sweeps for each rank -> local search
-          -> simulated together -> Solution
+          -> simulation of all ranks together -> Solution
 
 All predictions in a `Solution` come from the simulator.
 """
@@ -23,7 +23,7 @@ DEFAULT_LAYER_PASSES = 30_000
 """Maximum number of simulated layer passes (forward or backward of one layer) in the local search. Each takes 25 to 100 us."""
 
 THOROUGH_LAYER_PASSES = 10 * DEFAULT_LAYER_PASSES
-"""The same maximum for `--thorough`."""
+"""Maximum number of simulated layer passes with `--thorough`."""
 
 PLANNED_SHARE = 0.998
 """Fraction of a device memory budget that a plan may use if the run must not exceed the budget. The rest is headroom for
@@ -37,10 +37,10 @@ class Solution:
     plan: OffloadPlan  # plan for all ranks
     result: StepResult  # predicted step
     budget_bytes: int  # budget of each device
-    decisions: tuple[Decision, ...]  # the decision for each tag, with its reason, by rank
+    decisions: tuple[Decision, ...]  # decisions for all tags, rank by rank
     baselines: Mapping[str, StepResult]
-    """Baselines by name: `megatron_flags.list_baselines`. The plan is at least as fast as every baseline that fits the
-    budget. Baselines without offload do not use this package."""
+    """Predictions for the baselines of `megatron_flags.list_baselines`, by name. The plan is at least as fast as every
+    baseline that fits the budget. Baselines without offload run without this package."""
     nearest: NearestFlags | None  # the fastest of Megatron's own settings within the budget; None if none fits
 
 
@@ -61,7 +61,7 @@ def solve(
 
     Raises:
         ConfigError: An argument is invalid.
-        BudgetError: No plan fits. The message names a rank, how far it exceeds the budget, and the smallest budget with a plan.
+        BudgetError: No plan fits. The message says which rank exceeds the budget, and gives the smallest budget with a plan.
     """
     ranks = _prepare(ranks, budget_bytes, host_budget_bytes)
     return _solve(PipelineSearch(ranks, layer_passes=layer_passes), budget_bytes, None)
@@ -70,10 +70,10 @@ def solve(
 def solve_leaving_free(
     ranks: Sequence[RankModel], *, budget_bytes: int, free_bytes: int, layer_passes: int = DEFAULT_LAYER_PASSES
 ) -> Solution:
-    """Return the fastest plan with headroom in the budget, for runs that must not exceed it.
+    """Return the fastest plan found that leaves headroom in the budget, for runs that must not exceed it.
 
-    `free_bytes` is the headroom: the bytes by which a step exceeded its prediction. Raises like `solve`; the smallest budget in
-    the message includes the headroom.
+    `free_bytes` is the minimum headroom, such as the excess of an earlier step over its prediction. Raise a BudgetError if no
+    plan fits. Its `least_bytes` includes the headroom.
     """
     planned_bytes = count_planned_bytes(budget_bytes, free_bytes=free_bytes)
     try:
@@ -86,9 +86,9 @@ def solve_leaving_free(
 def sweep(
     ranks: Sequence[RankModel], budgets_bytes: Sequence[int], *, host_budget_bytes: int | None = None
 ) -> Iterator[Solution]:
-    """Yield a solution for each budget, smallest first. The plan for a larger budget is never slower.
+    """Yield a solution for each budget, smallest first. A larger budget never yields a slower plan.
 
-    Raises like `solve` if the smallest budget has no plan. `find_least_budget` returns the smallest budget that has one.
+    Raise a BudgetError if no plan fits the first budget. `find_least_budget` returns the smallest budget that a plan fits.
     """
     ordered = sorted(set(budgets_bytes))
     ranks = _prepare(ranks, ordered[0] if ordered else 0, host_budget_bytes)
@@ -101,12 +101,12 @@ def sweep(
 
 
 def find_least_budget(ranks: Sequence[RankModel], *, host_budget_bytes: int | None = None) -> int:
-    """Return the smallest budget with a plan, in bytes, even if that plan is slow."""
+    """Return the smallest budget that any plan fits, in bytes. That plan can be slow."""
     return _find_least(_prepare(ranks, 0, host_budget_bytes)).result.peak_bytes
 
 
 def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str | None:
-    """Describe how far a rank's static memory alone exceeds the budget, or return None if it does not."""
+    """Return an error message if the static memory of a rank uses up the budget, or None if some budget is left."""
     worst = max(ranks, key=lambda rank: rank.static_bytes)
     missing_bytes = worst.static_bytes - budget_bytes
     if missing_bytes < 0:
@@ -114,7 +114,7 @@ def describe_static_lack(ranks: Sequence[RankModel], budget_bytes: int) -> str |
     lack = f" Even without activations, that is {format_bytes(missing_bytes)} over the budget." if missing_bytes else ""
     return (
         f"A memory budget of {format_bytes(budget_bytes)} is not above the static memory of pipeline rank {worst.rank}: "
-        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer and reserve.{lack}"
+        f"{format_bytes(worst.static_bytes)} of weights, gradients, optimizer state and reserve.{lack}"
     )
 
 
@@ -124,7 +124,7 @@ def count_planned_bytes(budget_bytes: int, *, free_bytes: int) -> int:
 
 
 def count_budget_bytes(planned_bytes: int, *, free_bytes: int) -> int:
-    """Return the smallest budget in which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
+    """Return the smallest budget of which a plan may use `planned_bytes`: the inverse of `count_planned_bytes`."""
     return max(math.ceil((planned_bytes - 0.5) / PLANNED_SHARE), planned_bytes + free_bytes)
 
 
@@ -152,13 +152,13 @@ def _solve(search: PipelineSearch, budget_bytes: int, known: Candidate | None) -
 
 def _find_least(ranks: Sequence[RankModel]) -> Candidate:
     """Return the plan with the lowest peak, even if it is slow."""
-    # A new search: errors suggest this budget, and a search with that budget must find the same plan.
+    # A new search, because errors suggest the budget found here, and a search with that budget must find the same plan.
     return PipelineSearch(ranks, layer_passes=DEFAULT_LAYER_PASSES).find(0, None)
 
 
 def _prepare(ranks: Sequence[RankModel], budget_bytes: int, host_budget_bytes: int | None) -> tuple[RankModel, ...]:
     if not ranks:
-        raise ConfigError("ranks is empty. Pass at least one.")
+        raise ConfigError("ranks is empty. Pass at least one rank.")
     for name, size in (("budget_bytes", budget_bytes), ("host_budget_bytes", host_budget_bytes or 0)):
         if check_bytes(size, name=name) < 0:
             raise ConfigError(f"{name} {size} is below 0 bytes. Use a size, for example 60 * fgoffload.units.GIB.")

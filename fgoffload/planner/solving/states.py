@@ -15,7 +15,7 @@ from fgoffload.planner.solving.treatments import Treatment, measure_treatment
 
 @functools.lru_cache(maxsize=64)
 def list_in_flight(passes: tuple[Pass, ...], chunks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the distinct numbers of microbatches in flight between passes, by chunk."""
+    """Return the distinct numbers of microbatches in flight between passes, each as a tuple with one number per chunk."""
     return tuple({in_flight for _, in_flight, _ in _list_gaps(passes, chunks)})
 
 
@@ -23,10 +23,10 @@ class LayerSlot(NamedTuple):
     """A layer of a rank, with the numbers that the solver needs to choose its treatment."""
 
     chunk: int  # model chunk on the rank
-    number: int  # number in the whole model
+    number: int  # layer number in the whole model
     layer: LayerModel
     microbatches: int  # per step
-    in_flight: int  # microbatches in flight when the layers together hold the most bytes
+    in_flight: int  # microbatches in flight when the rank's layers together hold the most bytes
 
 
 State = tuple[Treatment, ...]
@@ -52,7 +52,7 @@ def make_key(state: State) -> object:
 
 
 def make_plan(placed: Iterable[tuple[Sequence[LayerSlot], State]], *, loss_window_bytes: int | None = None) -> OffloadPlan:
-    """Combine the treatments of several ranks into a plan, with a row for each site that is not kept."""
+    """Combine the treatments of several ranks into a plan, with an action for each site that is not kept."""
     actions: dict[Site, Action] = {}
     for slots, state in placed:
         for slot, treatment in zip(slots, state, strict=True):
@@ -71,9 +71,9 @@ def read_plan(plan: OffloadPlan, rank: RankModel) -> State:
 
 
 def shorten(rank: RankModel) -> RankModel:
-    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all pass transitions.
+    """Return `rank` with fewer microbatches: at least two more than are ever in flight, and enough for all transitions.
 
-    The removed microbatches only repeat these transitions, so a plan has the same effect on the shorter step.
+    The removed microbatches only repeat transitions between passes, so a plan has the same effect on the shorter step.
     """
     chunks = len(rank.chunks)
     places = _list_places(rank.passes, chunks)

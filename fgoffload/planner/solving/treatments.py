@@ -1,4 +1,4 @@
-"""Lists the treatments of a layer that are Pareto-optimal in memory, copies and recompute.
+"""Lists the treatments (sets of actions) of a layer that are Pareto-optimal in memory, copies and recompute.
 
 We start by keeping everything, change one tag or unit at a time, and drop dominated treatments after each round. This reduces
 thousands of treatments to a few dozen.
@@ -17,12 +17,12 @@ from fgoffload.planner.simulation.layer_choice import resolve_layer
 from fgoffload.tags import default_tags
 
 Actions = tuple[tuple[str, Action], ...]
-"""Actions of one layer by tag or unit, sorted by name, without `keep`."""
+"""Pairs of a tag or unit of one layer and its action, sorted by name, without `keep`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """Treatment of one layer, and its cost relative to the baseline. Bytes and seconds are per microbatch."""
+    """Actions of one layer, and their cost relative to the baseline. Bytes and seconds are per microbatch."""
 
     actions: Actions  # actions other than `keep`
     kept_bytes: int = 0  # change in device bytes held from forward to backward; negative with offload or recompute
@@ -104,14 +104,14 @@ def list_names(layer: LayerModel) -> list[str]:
 
 
 def list_needs(name: str) -> tuple[str, ...]:
-    """Return the tags and units that a plan with `name` must contain too."""
+    """Return the tags and units that a plan with `name` must also contain."""
     if name == "layer_input":
         return ("layer",)
     return default_tags().get(name).requires if name in default_tags() else ()
 
 
 def _drop_dominated(layer: LayerModel, found: Sequence[Treatment], *, late: LateCosts, parts: int) -> list[Treatment]:
-    """Drop treatments that others dominate in recompute, memory and copies. Of equals, keep the one with the fewest actions."""
+    """Drop treatments dominated in recompute, memory and copies. Among equals, keep the one with the fewest actions."""
     import numpy as np
 
     resolution_bytes, resolution_s = max(layer.saved_bytes // parts, 1), max(layer.forward_s / parts, 1e-9)
