@@ -32,9 +32,9 @@ class Group(ScheduledGroup):
         self.filtered: set[int] = set()
         """Keys of the lane's filtered storages."""
         self.saved_tensors = 0
-        """Number of tensors saved through the engine."""
+        """Number of tensors saved with `OffloadEngine.save`."""
         self.passed_tensors = 0
-        """Number of saved tensors that bypass the engine because they cannot be offloaded. `end` adds it to the statistics."""
+        """Number of saved tensors that bypass `OffloadEngine.save`, because they are never offloaded."""
         self.passed_bytes = 0
         """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
@@ -47,7 +47,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, and a storage at most in full."""
+        """Count the bytes of `tensor`, which stays on the device: each tensor once, and per storage at most the storage's size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})
