@@ -47,7 +47,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count the bytes of `tensor`, which stays on the device: each tensor once, and per storage at most the storage's size."""
+        """Count the bytes of `tensor`, which stays on the device. Count each tensor once, and no more than a storage's size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})

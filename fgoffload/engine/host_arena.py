@@ -124,7 +124,7 @@ class HostArena:
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Allocate a block of `size_bytes`, in use until its last reference is gone. Return None if there is not enough memory."""
+        """Allocate a block of `size_bytes`, in use until its last reference is gone. Return None if it does not fit."""
         try:
             self._cache_returned()
             found = self._find_cached(size_bytes) or self._find_free(size_bytes)

@@ -15,7 +15,7 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables that torchrun, Open MPI and Slurm set. The first one present applies, because a Slurm task may be a torchrun agent."""
+"""Variables that torchrun, Open MPI and Slurm set. The first one found applies: a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 
