@@ -170,7 +170,7 @@ class SavedStorage:
         return next(iter(self._aliases.values()))
 
     def get_byte_range(self) -> torch.Tensor:
-        """Return the bytes to copy if views are not packed. The storage must be on the device."""
+        """Return the bytes to copy if the views are not packed. The storage must be on the device."""
         if self.whole is not None:
             return self._aliases[self.whole]
         return get_byte_range(self.get_any_alias(), start=self.start, end=self.end)

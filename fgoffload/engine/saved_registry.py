@@ -8,7 +8,7 @@ Autograd detects a write to a saved tensor by its version. A Triton kernel, a co
 version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
 begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places (of the first
-and the repeated save). If the bytes differ, all saves use the current bytes, now and at later saves at this pair. Otherwise,
+and the repeated save). If the bytes differ, all saves use the current bytes, now and in later saves at this pair. Otherwise,
 all saves share the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
