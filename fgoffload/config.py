@@ -172,7 +172,7 @@ class OffloadConfig:
             text = getattr(flags, name, None)
             if text == AUTO and name == "offload_memory_budget":
                 raise ConfigError(
-                    f"--offload-memory-budget {AUTO} works only with the transformers Trainer. For Megatron, use a size, "
+                    f"--offload-memory-budget {AUTO} works only with a transformers Trainer. For Megatron, use a size, "
                     "for example 60GiB."
                 )
             if text is not None:

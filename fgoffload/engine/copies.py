@@ -57,7 +57,7 @@ class StopWatch:
 
 
 class Transfers:
-    """Queues copies in both directions on one device. The ledgers in `observers` count the buffers that this class allocates."""
+    """Queues copies in both directions on one device. The ledgers in `observers` count buffers that this class allocates."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None

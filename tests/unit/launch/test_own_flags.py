@@ -67,7 +67,7 @@ def test_a_fraction_of_zero_causes_a_warning():
         ([*ON, "--activation-offload-fraction", "x"], "--activation-offload-fraction 'x' is not a number"),
         (["--fine-grained-activation-offloading", "--offload-modules", "core_atn"], "Did you mean 'core_attn'?"),
         (["--fine-grained-activation-offloading"], "--offload-modules is empty"),
-        ([*ON, "--offload-memory-budget", "auto"], "works only with the transformers Trainer"),
+        ([*ON, "--offload-memory-budget", "auto"], "works only with a transformers Trainer"),
         (["--offload-memory-budget", "0"], "--offload-memory-budget 0 leaves no GPU memory"),
         (["--offload-memory-budget", "60"], "--offload-memory-budget '60' has no unit"),
     ],
