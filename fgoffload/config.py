@@ -18,7 +18,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""Value of `offload_modules` that makes fgoffload measure the first step and plan from it."""
+"""Value of `offload_modules` that makes fgoffload measure the first step and plan from the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,14 +29,14 @@ class OffloadConfig:
         offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
             With `auto`, fgoffload measures the first step and plans for `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
-        activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
-            last stay on the GPU.
-        delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
-            is idle.
+        activation_offload_fraction: Fraction of each model chunk's sites to offload, from 0 to 1. Tensors of the sites
+            that forward reaches last stay on the GPU.
+        delay_offload_until_cuda_graph: Whether to delay each group's copies until after the next CUDA graph launch, when the
+            CPU is idle.
         delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many fewer bytes per step
             than the previous rank.
         offload_plan: Plan file with an action for each site: keep, recompute or offload.
-        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Only for `auto`.
+        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Used only with `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
@@ -57,7 +57,7 @@ class OffloadConfig:
     tags: TagRegistry = dataclasses.field(default_factory=default_tags)
 
     def __post_init__(self) -> None:
-        """Check every field. Errors name the flag, the value, the limit and the fix."""
+        """Check every field. Error messages give the flag, the value, the limit and the fix."""
         if self.offload_plan is not None:
             object.__setattr__(self, "offload_plan", Path(self.offload_plan))  # strings are accepted too
         _check_sequence_of_names(self.offload_modules)
@@ -79,14 +79,14 @@ class OffloadConfig:
             raise ConfigError(f"--activation-offload-fraction {fraction} is not between 0 and 1. Use, for example, 0.8.")
         budget_bytes = self.offload_host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="--offload-host-budget") <= 0:
-            raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Use a size, for example 64GiB.")
+            raise ConfigError(f"--offload-host-budget {budget_bytes} leaves no host memory. Use a size above 0, such as 64GiB.")
         self._check_auto()
         self._check_choice()
         _ = self.transfer_policy  # checks the window and prefetch sizes
 
     @property
     def is_auto(self) -> bool:
-        """Return whether to plan from measured steps."""
+        """Return whether fgoffload measures the first step and plans from the measurements."""
         return self.offload_modules == (AUTO,)
 
     @property
@@ -95,13 +95,13 @@ class OffloadConfig:
         return TransferPolicy(window_bytes=self.offload_window_bytes, prefetch_bytes=self.offload_prefetch_bytes)
 
     def check_recompute(self, recompute_modules: Iterable[str]) -> None:
-        """Reject tags of modules that Megatron's selective recompute reruns: these modules save nothing to offload.
+        """Reject tags whose modules Megatron recomputes selectively, because these modules save nothing to offload.
 
         Args:
             recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
 
         Raises:
-            ConfigError: A tag's module is recomputed.
+            ConfigError: The module of a tag is recomputed.
         """
         recomputed = set(recompute_modules)
         if self.is_auto:
@@ -139,14 +139,14 @@ class OffloadConfig:
         """Reject an invalid budget, `auto` without a budget, `auto` with other tags, and a budget without `auto`."""
         flag, budget_bytes = "--offload-memory-budget", self.offload_memory_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name=flag) <= 0:
-            raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Use a size, for example 60GiB.")
+            raise ConfigError(f"{flag} {budget_bytes} leaves no GPU memory. Use a size above 0, for example 60GiB.")
         if AUTO in self.offload_modules and not self.is_auto:
             others = " ".join(name for name in self.offload_modules if name != AUTO)
-            raise ConfigError(f"--offload-modules has {AUTO} and {others}, but auto chooses among all tags. Use auto alone.")
+            raise ConfigError(f"--offload-modules lists {AUTO} and {others}, but auto chooses among all tags. Use auto alone.")
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
-                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for it. Add "
+                    f"{flag} {format_bytes(budget_bytes)} has no effect without --offload-modules {AUTO}. Add "
                     f"--offload-modules {AUTO}, or remove {flag}."
                 )
             return
@@ -182,7 +182,7 @@ class OffloadConfig:
 
 
 def _check_sequence_of_names(modules: object) -> None:
-    """Reject values that are not a sequence of names. A single string would be iterated letter by letter."""
+    """Reject values that are not a sequence of names. A string would be split into its characters."""
     if isinstance(modules, Sequence) and not isinstance(modules, str) and all(isinstance(name, str) for name in modules):
         return
     wanted = (modules,) if isinstance(modules, str) else ("core_attn",)

@@ -1,7 +1,7 @@
 """Determines which tags and recompute units of a Megatron layer are captured in CUDA graphs.
 
 Source: `TransformerLayer._te_cuda_graph_capture`, `TransformerLayer.create_mcore_cudagraph_manager`, `MoETransformerLayer` and
-`MoELayer.forward` of megatron-core 0.19.2.
+`MoELayer.forward` in megatron-core 0.19.2.
 """
 
 from collections.abc import Collection
@@ -20,7 +20,7 @@ class Graphs(NamedTuple):
     impl: str = NO_GRAPHS
     """Value of `--cuda-graph-impl`, one of `GRAPH_IMPLS`."""
     modules: tuple[str, ...] = ()
-    """Values of `--cuda-graph-modules` of megatron-core 0.19. An empty tuple captures the whole layer."""
+    """Values of `--cuda-graph-modules` in megatron-core 0.19. An empty tuple captures the whole layer."""
 
 
 NO_CAPTURE = Graphs()
@@ -37,16 +37,16 @@ _CAPTURED_IN_MOE_LAYERS = {
     "moe_router": _BEFORE_EXPERTS,
     "moe_preprocess": ("dispatch",),  # permutes the tokens before the all-to-all
 }
-"""Captured tags and units, keyed by value of `--cuda-graph-modules`."""
+"""Captured tags and units, keyed by the value of `--cuda-graph-modules`."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Unit and tag of full-layer recompute. A replay skips the layer's forward, so the layer cannot be recomputed."""
+"""Unit and tag of full-layer recompute. A replay does not run the layer's Python code, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
     """Return the tags and units of a layer that overlap a captured module. See `Graphs` for `impl` and `modules`.
 
-    `is_moe` means that the layer has experts, and `has_shared_overlap` that shared experts overlap the all-to-all.
+    `is_moe` means that the layer has experts. `has_shared_overlap` means that shared experts run during the all-to-all.
     """
     if impl == NO_GRAPHS:
         return frozenset()
@@ -64,7 +64,7 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
     if not captured:
         return kept
     if "moe" in modules:
-        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing if moe is captured")
+        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing in the layer if moe is captured")
     if impl == LOCAL:
         kept |= {tag: "local graphs capture no copies" for tag in default_tags().names if tag in captured}
         kept |= {tag: "with local graphs, only experts are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
@@ -77,13 +77,13 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
 
 
 def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:
-    # Megatron captures the whole dense layer if any of its modules is listed.
+    # With local graphs, Megatron captures a whole dense layer if any of its modules is listed.
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}
     by_module = _CAPTURED_IN_MOE_LAYERS if is_moe else _CAPTURED_IN_DENSE_LAYERS
     inside = {name for module in modules for name in by_module.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # If either is listed, Megatron captures both, and also the ops after the all-to-all of the experts' outputs.
+        # If either is listed, Megatron captures both, and also the ops after the all-to-all that returns expert outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

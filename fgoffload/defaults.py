@@ -6,8 +6,8 @@ DEFAULT_MIN_OFFLOADED_TENSOR_SIZE = 1024 * 1024
 """Megatron's default, in elements. Source: `TransformerConfig.min_offloaded_tensor_size` of megatron-core 0.16.1."""
 
 DEFAULT_WINDOW_BYTES = 1 * GIB
-"""Large enough to absorb a burst of copies: at 50 GB/s, 1 GiB takes 21 ms, about the forward time of one or two large MoE
-layers. 1 GiB is about 1% of an 80 GB GPU's memory. Source: link rates in docs/concepts/how_it_works.md."""
+"""Large enough to absorb a burst of copies: at 50 GB/s, copying 1 GiB takes 21 ms, about the forward time of one or two
+large MoE layers. 1 GiB is about 1% of an 80 GB GPU's memory. Source of the rate: docs/concepts/how_it_works.md."""
 
 DEFAULT_PREFETCH_BYTES = 512 * MIB
-"""Larger than any group of the reference workloads. At 50 GB/s, 512 MiB takes 11 ms to reload."""
+"""Larger than any group in the reference workloads. At 50 GB/s, reloading 512 MiB takes 11 ms."""

@@ -1,14 +1,14 @@
 """Exceptions that fgoffload raises.
 
-Every error that a user can cause names the value as typed, the limit and the fix.
+The message of every error that a user can cause gives the value as typed, the limit and the fix.
 
     OffloadError
     ├── ConfigError        a flag or an option has an invalid value (also a ValueError)
     ├── PlanError          a plan does not fit the model
     │   └── BudgetError    no plan fits the budget
-    ├── IntegrationError   a framework lacks a symbol, or a selected tag has no effect
-    ├── StateError         the state of tensors or calls could lead to wrong results (also a RuntimeError, which torch
-    │                      raises for a saved tensor that was modified in place)
+    ├── IntegrationError   a framework is missing or incompatible, or a selected tag has no effect
+    ├── StateError         a tensor, a call order or the machine prevents correct offload (also a RuntimeError, which
+    │                      torch raises for a saved tensor that was modified in place)
     └── InternalError      a bug in fgoffload: please report it
 """
 
@@ -24,7 +24,7 @@ class OffloadError(Exception):
 
 
 def shorten_message(message: str) -> str:
-    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. Its start has the flag, and its end has the fix."""
+    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. The flag is at its start, and the fix at its end."""
     if len(message) <= MAX_MESSAGE_LENGTH:
         return message
     part = MAX_MESSAGE_LENGTH // 2 - 3
@@ -43,8 +43,8 @@ class BudgetError(PlanError):
     """No plan fits a memory budget.
 
     Args:
-        why: Sentence about the part that does not fit.
-        least_bytes: Smallest budget for which a plan exists, in bytes.
+        why: Sentence that says what does not fit.
+        least_bytes: Smallest budget, in bytes, for which a plan exists.
     """
 
     def __init__(self, why: str, least_bytes: int) -> None:
@@ -65,11 +65,11 @@ def _round_up(size_bytes: int) -> str:
 
 
 class IntegrationError(OffloadError):
-    """A framework lacks a symbol, or a selected tag has no effect."""
+    """A framework is missing or incompatible, or a selected tag has no effect."""
 
 
 class StateError(OffloadError, RuntimeError):
-    """The state of tensors or calls could lead to wrong results."""
+    """The state of a tensor, of the engine or of the machine prevents correct offload."""
 
 
 class InternalError(OffloadError):

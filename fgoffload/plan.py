@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 TOKENS = "tokens"
-"""Key of `made_for`: tokens per microbatch, the sequence length times the number of sequences."""
+"""Key of `made_for`: tokens per microbatch (sequence length times number of sequences)."""
 
 MICROBATCHES = "microbatches"
 """Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more microbatches would not increase the
@@ -29,7 +29,7 @@ FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
 """Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
-"""Keys whose value may be smaller in the training run: smaller values need less memory."""
+"""Keys whose value may be smaller in the training run than in the plan, because smaller values need less memory."""
 
 _LOSS_WINDOW, _MADE_FOR, _PREDICTED = "loss_window_bytes", "made_for", "predicted"
 _KEYS = ("format", _MADE_FOR, _LOSS_WINDOW, _PREDICTED, "sites")
@@ -66,7 +66,7 @@ class Site:
     """One tag in one layer of one model chunk.
 
     Args:
-        chunk: Model chunk on this rank, from 0: the virtual pipeline stage in an interleaved schedule, otherwise 0.
+        chunk: Model chunk on its rank, from 0. In an interleaved schedule, the virtual pipeline stage; otherwise, always 0.
         layer: Layer number in the whole model, from 0.
         tag: Name of a registered tag, or of a unit in `fgoffload.tags.RECOMPUTE_UNITS`.
     """
@@ -82,12 +82,12 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Actions for the sites of all ranks. Sites without an action are kept.
+    """Actions for the sites of all ranks. The default action is `Action.KEEP`.
 
     Args:
         actions: Action of each site.
-        loss_window_bytes: Bytes that may be in flight to the host when the loss begins. If more bytes are in flight, compute
-            waits, because the planner counts the excess as freed. None disables the wait.
+        loss_window_bytes: Bytes that may be in flight to the host when the loss computation begins. If more are in flight,
+            compute waits, because the planner counts the excess as already freed. None disables the wait.
         made_for: Settings of the training run for which the plan was made: fields of Megatron-Core's TransformerConfig, and
             `TOKENS`, `MICROBATCHES`, `PARAMETER_BYTES` and `FP8_RECIPE`. None if unknown.
     """
@@ -98,11 +98,11 @@ class OffloadPlan:
 
     @property
     def offloaded_tags(self) -> tuple[str, ...]:
-        """Return the sorted tags that have an offloaded site."""
+        """Return the tags with at least one offloaded site, sorted by name."""
         return tuple(sorted({site.tag for site, action in self.actions.items() if action.offloads}))
 
     def get_action(self, site: Site) -> Action:
-        """Return the action for `site`, by default `Action.KEEP`."""
+        """Return the action for `site`. The default is `Action.KEEP`."""
         return self.actions.get(site, Action.KEEP)
 
     def list_layer(self, chunk: int, layer: int) -> dict[str, Action]:
@@ -117,8 +117,8 @@ class OffloadPlan:
     def from_fraction(cls, sites: Sequence[Site], fraction: float) -> "OffloadPlan":
         """Return a plan that offloads `fraction` of `sites` and keeps the rest.
 
-        The plan keeps the last sites of forward: backward needs them first, so no compute could hide their copies. The number
-        of offloaded sites is rounded down. With 10 sites, 0.9 keeps 1 and 0.8 keeps 2.
+        The plan keeps the last sites in forward order: backward needs them first, so no compute could hide their copies. The
+        number of offloaded sites is rounded down. With 10 sites, 0.9 keeps 1 and 0.8 keeps 2.
 
         Args:
             sites: Sites in forward order.
@@ -164,7 +164,7 @@ class OffloadPlan:
 
         Args:
             text: JSON text.
-            source: Name of the text in error messages.
+            source: Name of the text for error messages.
 
         Raises:
             PlanError: `text` is not a plan of this format.
@@ -173,7 +173,7 @@ class OffloadPlan:
         document = parse_json(text, name=source, fix=fix, error_type=PlanError)
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             found = document.get("format") if isinstance(document, dict) else None
-            raise PlanError(f"{source} is a plan of format {found!r}; this version reads format {FORMAT}. Plan again.")
+            raise PlanError(f"{source} has plan format {found!r}, but this version reads format {FORMAT}. Plan again.")
         unknown = [key for key in document if key not in _KEYS]
         if unknown:
             raise PlanError(f"{source} has the unknown key {unknown[0]!r}. Remove it. Valid keys: {', '.join(_KEYS)}.")

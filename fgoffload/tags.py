@@ -21,7 +21,7 @@ class Tag:
         saves: Description of the tensors that the module saves for backward.
         requires: Tags that save the same storage. Offloading this tag without them frees nothing.
         excludes: Tags that never occur in the same layer, because this tag's module replaces their modules.
-        excluded_by: Values of `--recompute-modules` under which the module saves nothing to offload.
+        excluded_by: Values of `--recompute-modules` with which the module saves nothing to offload.
         is_in_megatron: Whether Megatron-Core's own `offload_modules` accepts the tag.
     """
 
@@ -54,7 +54,7 @@ class TagRegistry:
     tags: tuple[Tag, ...]
 
     def __post_init__(self) -> None:
-        """Reject duplicate names and required tags that are not registered."""
+        """Reject duplicate names, and tags that require an unregistered tag."""
         names = self.names
         for tag in self.tags:
             if names.count(tag.name) > 1:
@@ -81,7 +81,7 @@ class TagRegistry:
 
         Args:
             name: Name as the user typed it.
-            flag: Flag in which the user typed it, for the error.
+            flag: Flag to quote in the error message.
 
         Raises:
             ConfigError: The tag is unknown. The message lists the valid tags and suggests the closest match.
@@ -195,7 +195,7 @@ _DEFAULT_TAGS = (
     ),
     Tag(
         name="moe_combine",
-        saves="the experts' output before unpermute, if the dispatcher applies the probabilities there",
+        saves="the experts' output, if the dispatcher multiplies it by the router's probabilities in unpermute",
         excluded_by=("moe",),
     ),
 )
@@ -206,7 +206,7 @@ class RecomputeUnit:
     """Part of a layer that a plan can recompute to save fewer tensors. Each layer can recompute different units."""
 
     name: str
-    """Name in plans: the tag's name if the unit is the module of a tag."""
+    """Name in plans. If the unit is a tag's module, it has the tag's name."""
     recompute_module: str | None = None
     """Value of `--recompute-modules` that recomputes the same part in all layers, or None."""
     covers: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ _ATTENTION_TAGS = ("attn_norm", "qkv_linear", "gdp_qkv", "core_attn", "attn_proj
 
 RECOMPUTE_UNITS = (
     RecomputeUnit(
-        name="layer",  # from its input
+        name="layer",  # recomputed from its input
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
     RecomputeUnit(name="attn_norm", recompute_module="layernorm"),
@@ -238,18 +238,18 @@ RECOMPUTE_UNITS = (
     RecomputeUnit(name="expert_fc1", covers=("moe_act", "expert_fc2")),  # includes the activation
     RecomputeUnit(name="moe_act", recompute_module="moe_act", covers=("expert_fc2",)),  # the activation of the experts
     RecomputeUnit(
-        name="dispatch",  # the token permutation, only if each rank has all experts
-        covers=("expert_fc1",),  # the tag
-        excludes=("expert_fc1",),  # the unit, which is recomputed from the tag's tensors
+        name="dispatch",  # the token permutation; possible only if each rank has all experts
+        covers=("expert_fc1",),  # the tag with this name
+        excludes=("expert_fc1",),  # the unit with this name, which is recomputed from the tag's tensors
         reads=("router",),
     ),
 )
-"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears are
-our own units (see `partial_recompute.py` in the Megatron integration)."""
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with a separate unit for each norm. Megatron has no flag
+for units without a `recompute_module` (see `partial_recompute.py` in the Megatron integration)."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))
-"""Distinct values of `--recompute-modules` of all units."""
+"""Distinct values of `recompute_module` among all units."""
 
 
 _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}

@@ -20,7 +20,7 @@ def read_text_file(path: Path, *, name: str, fix: str, error_type: type[OffloadE
     end with the sentence `fix`.
 
     Raises:
-        OffloadError: The file cannot be read. The error is an `error_type`.
+        OffloadError: The file cannot be read. The error's type is `error_type`.
     """
     try:
         with path.open("rb") as file, gzip.open(file) if path.suffix == ".gz" else file as source:

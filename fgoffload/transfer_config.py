@@ -14,8 +14,8 @@ DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
 """Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large copies (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default fraction of host memory for all ranks of a node together. The engine applies it to the memory that is free at the
-start, and the planner to the node's total memory. The rest is for data loaders, checkpoint writing and the page cache."""
+"""Default fraction of host memory that all ranks of a node may use together. The engine applies it to the memory that is free
+when it starts, and the planner to the node's total memory. The rest is for data loaders, checkpoints and the page cache."""
 
 
 class HostMemory(enum.Enum):
@@ -52,7 +52,7 @@ class TransferConfig:
     keep: Callable[[Any], bool] | None = None
 
     def __post_init__(self) -> None:
-        """Check every field. Errors name the field, the value, the limit and the fix."""
+        """Check every field. Error messages give the field, the value, the limit and the fix."""
         for name in ("enabled", "is_timed"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} {getattr(self, name)!r} is not a bool. Use True or False.")
@@ -65,12 +65,12 @@ class TransferConfig:
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the window and prefetch sizes.
 
-        A size of None becomes a quarter of the offloaded bytes, but at most the default and at least the largest group. So at
-        least one group is prefetched, and a small model's window and prefetch do not cancel out its savings.
+        A size of None becomes a quarter of the offloaded bytes, limited to the default, but at least the largest group. So at
+        least one group is prefetched, and the window and prefetch of a small model do not use up its savings.
 
         Args:
             offloaded_bytes: Peak bytes on the host. None (before the first forward) selects the defaults.
-            largest_group_bytes: Bytes of the last forward's largest group.
+            largest_group_bytes: Size of the largest group in the last forward.
         """
 
         def derive(given_bytes: int | None, default_bytes: int) -> int:
@@ -99,5 +99,5 @@ class TransferConfig:
         budget_bytes = self.host_budget_bytes
         if budget_bytes is not None and check_bytes(budget_bytes, name="host_budget_bytes") <= 0:
             raise ConfigError(
-                f"host_budget_bytes {budget_bytes} leaves no host memory. Use more, or None for a share of the free memory."
+                f"host_budget_bytes {budget_bytes} leaves no host memory. Pass a higher limit, or None for the default."
             )

@@ -5,7 +5,7 @@ simulated events. Both execute its decisions and record in their lanes which byt
 locks, weak references and shared storages.
 
     [Note: Events]
-    Calls for each event, in order:
+    Calls to make for each event, in order:
     - a pass begins: `announce`; forward reaches a site: `open`
     - a group ends: `close`, `submit`, wait if `must_wait` is true, `look_ahead`
     - a forward has ended and its backward runs next: `list_held`, `expect_backward`
@@ -16,11 +16,11 @@ locks, weak references and shared storages.
     [Note: Prefetch across passes]
     If the order of passes is fixed, the caller announces the lane of the next backward when a pass begins. That backward runs
     next, or after one forward if the running pass is a backward. The last groups of that lane are reloaded during the running
-    pass. A backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch
-    bytes, even for a single group: they are on the device when forward ends and memory peaks (see docs/decisions.md). An
-    announcement is a hint: the schedule reloads only groups on the host, and unneeded reloads are dropped.
+    pass. A backward first reloads all groups of its own lane. The bytes reloaded ahead of backward in both lanes together must
+    not exceed the prefetch size, even for a single group: they are on the device when forward ends and memory peaks (see
+    docs/decisions.md). An announcement is a hint: the schedule reloads only groups on the host, and drops unneeded reloads.
 
-All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
+All rules count bytes, never tensors or groups, whose sizes can differ by a factor of 100 within one model.
 """
 
 import abc
@@ -64,22 +64,22 @@ class TransferPolicy:
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead; otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
-        or in flight to the device, for groups that backward has not reached.
+        Unless prefetch is disabled, one group of any size may be reloaded ahead. Otherwise, backward would always wait for a
+        large group. `ahead_bytes` counts bytes reloaded, or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
     def may_prefetch_early(self, *, ahead_bytes: int, group_bytes: int, released_bytes: int) -> bool:
         """Return whether a group may be reloaded while backward is in layers without offloaded tensors.
 
-        The group must fit into `released_bytes`, the memory that backward has released there. Otherwise the device would use
-        more memory than at the end of forward, when memory peaks in most steps.
+        The group and `ahead_bytes` must fit into `released_bytes`, the memory that backward has released in these layers.
+        Otherwise, the device would use more memory than at the end of forward, when memory peaks in most steps.
         """
         may_prefetch = self.may_prefetch(ahead_bytes=ahead_bytes, group_bytes=group_bytes)
         return may_prefetch and ahead_bytes + group_bytes <= released_bytes
 
     def may_prefetch_across(self, *, ahead_bytes: int, group_bytes: int) -> bool:
-        """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both lanes."""
+        """Return whether a group may be reloaded while another pass runs. `ahead_bytes` counts both passes' lanes."""
         return ahead_bytes + group_bytes <= self.prefetch_bytes
 
 
@@ -111,7 +111,7 @@ class ScheduledGroup:
         self.state = GroupState.SUBMITTED
 
     def spend(self) -> None:
-        """Record that backward has left the site. A backward inside a region that still saves tensors is ignored."""
+        """Record that backward has left the site. A backward that runs inside the region, before the group ends, is ignored."""
         if self.state is not GroupState.SAVING:
             self.state = GroupState.SPENT
 
@@ -133,7 +133,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.remaining = len(self.groups)
-        """`end` counts the groups that backward has not left. `remaining` excludes reloaded and cancelled groups too."""
+        """`end` counts the groups that backward has not left. `remaining` counts those not yet reloaded or cancelled."""
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
@@ -142,7 +142,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
     @abc.abstractmethod
     def list_remaining(self, group: int) -> list[Saved]:
-        """Return the bytes still needed by the group at position `group` that are `OFFLOADING` or `OFFLOADED`, in order."""
+        """Return bytes that the group at position `group` still needs and that are `OFFLOADING` or `OFFLOADED`, in order."""
 
     @abc.abstractmethod
     def is_offloaded(self, saved: Saved) -> bool:
@@ -180,9 +180,9 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
         Once backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) means that another
-        backward of the same graph has begun. A late unpack by an op of another branch does not: its bytes are still on the
-        device. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
-        bytes then count as ahead until backward reaches the group.
+        backward of the same graph has begun. A late unpack by an op of another branch does not, because its bytes are still
+        on the device. A group may have been reloaded before backward reached any group, or while backward was in a nested
+        group. Its bytes then count as ahead until backward reaches the group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -191,9 +191,9 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     def leave(self, position: int) -> list[Group]:
         """Record that backward has left the groups from `position` on. Return groups whose reloaded bytes may be dropped.
 
-        These are the groups left at the previous call: ops between two regions, such as the rotary embedding, may share
-        storages with the region that backward has just left. A `position` after the end means that another backward of the same
-        graph has begun.
+        These are the groups that backward left at the previous call: ops between two regions, such as the rotary embedding,
+        may share storages with the region that backward has just left. A `position` beyond `end` means that another backward
+        of the same graph has begun.
         """
         if position > self.end:
             self.end = self.remaining = position
@@ -220,7 +220,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
 
 @dataclasses.dataclass(slots=True)
 class ReloadDecision(Generic[Group, Saved]):
-    """Storages whose offload must be cancelled, and storages to reload."""
+    """Storages whose offload to cancel, and storages to reload."""
 
     lane: ScheduledLane[Group, Saved]
     cancelled: list[Saved]
@@ -228,7 +228,7 @@ class ReloadDecision(Generic[Group, Saved]):
     reloaded: dict[Saved, Group]
     """Storages to reload, in copy order, with the group that needs each of them. They are on the host only."""
     is_late: bool
-    """Whether backward has already reached the group."""
+    """Whether backward has already reached the group that needs the storages."""
 
 
 class TransferSchedule:
@@ -246,7 +246,7 @@ class TransferSchedule:
         """Lane of the next backward, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """Record that a pass begins and that the backward of `lane` is the next backward. Return the same groups as `enter`.
+        """Record that a pass begins and that the backward of `lane` is the next backward. For the result, see `enter`.
 
         Args:
             lane: None if the next lane is unknown, has not run forward, or runs backward after more than one other forward.
@@ -281,7 +281,7 @@ class TransferSchedule:
         return self._reload_ahead(lane, self.policy.may_prefetch, only=SavedState.OFFLOADING)
 
     def reach(self, lane: ScheduledLane[Group, Saved], group: Group) -> Iterator[ReloadDecision[Group, Saved]]:
-        """Reload `group` unless it was prefetched, then the next groups. Backward has reached `group` and left later groups."""
+        """Reload `group` unless it was prefetched, then the next groups. Call this when backward reaches `group`."""
         lane.expect(group, 0)
         if group.position == lane.end - 1 and lane.remaining == lane.end:
             lane.remaining -= 1
@@ -297,7 +297,7 @@ class TransferSchedule:
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Call this when backward unpacks `size_bytes` there. Otherwise, backward would always wait for its first group.
+        Call this when backward unpacks `size_bytes` there. Without the call, backward would always wait for its first group.
         """
         if not lane.remaining:
             return
@@ -316,8 +316,8 @@ class TransferSchedule:
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `other_ahead_bytes` are ahead in another lane. With `only`, the loop stops at the first group that is not submitted or
-        has bytes in another state.
+        `other_ahead_bytes` counts the bytes reloaded ahead in another lane. With `only`, the loop stops at the first
+        group that is not submitted or has bytes in another state.
         """
         chosen: dict[Saved, Group] = {}  # several groups may need the same bytes
         while lane.remaining > 0:

@@ -14,7 +14,7 @@ GIB = 1024 * MIB
 TIB = 1024 * GIB
 
 SIZE_UNITS = "SIZE: in KiB, MiB, GiB or TiB; G is GiB (2^30 bytes), GB is 10^9 bytes."
-"""Explanation of sizes for the help texts of commands."""
+"""Explanation of sizes for the help messages of commands."""
 
 _BYTES_PER_UNIT = {
     "": 1,
@@ -76,7 +76,7 @@ def check_bytes(size_bytes: object, *, name: str) -> int:
 
 
 def format_bytes(size_bytes: float) -> str:
-    """Format a size in the largest binary unit that gives at least 1, such as `11.70 GiB` or `512 B`."""
+    """Format a size in the largest binary unit in which it is at least 1, such as `11.70 GiB` or `512 B`."""
     for unit, scale in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if abs(size_bytes) >= scale:
             return f"{size_bytes / scale:.2f} {unit}"

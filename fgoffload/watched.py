@@ -25,8 +25,8 @@ class Watched(enum.Enum):
 _ALONE = frozenset(
     {"attn_norm", "qkv_linear", "mlp_norm", "expert_fc1", "moe_act", "expert_fc2", "moe_combine", "fused_group_mlp"}
 )
-"""Tags whose storages are saved only inside their sites: the residual, inputs to attention's projections, and the experts'
-tokens and outputs."""
+"""Tags whose storages are saved only inside their sites: the residual, the input to the query-key-value projection, and the
+experts' tokens and outputs."""
 
 _IN_ATTENTION = frozenset({"core_attn", "attn_proj"})
 """Tags whose storages are also saved by other ops of attention. The projection saves the output of core attention. The query

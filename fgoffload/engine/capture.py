@@ -35,7 +35,7 @@ class CapturedHandle:
     place: Place
 
     def take(self) -> torch.Tensor:
-        """Return the saved tensor. In a captured backward, the tensor is at the address that replays read."""
+        """Return the saved tensor. In a captured backward, it is at the address that replays read."""
         return self.part.take(self.view)
 
 
@@ -64,7 +64,7 @@ class Capture:
         if part is None:
             part = self._parts[key, contents] = StagedPart(self._registry.make(tensor, contents, self._place))
         view = get_view(tensor)
-        part.saved.add(tensor.detach(), view)  # a new object: `count_tensors` must also count `tensor` if it is alive
+        part.saved.add(tensor.detach(), view)  # a new object, so that `count_tensors` also counts a live `tensor`
         if self.stats is not None:
             part.stats = part.stats or self.stats
         return CapturedHandle(part, view, self._place)

@@ -57,7 +57,7 @@ class StopWatch:
 
 
 class Transfers:
-    """Queues copies in both directions on one device. The ledgers in `observers` count the device buffers that it allocates."""
+    """Queues copies in both directions on one device. The ledgers in `observers` count buffers that this class allocates."""
 
     def __init__(
         self, device: Device, arena: HostArena, *, observers: Sequence[ActivationLedger], watch: StopWatch | None
@@ -72,9 +72,9 @@ class Transfers:
         self.dropped: collections.deque[tuple[StorageRef, bool]] = collections.deque()
         """Storages that autograd released, and whether each had been offloaded."""
         self._used: set[Stream] = set()
-        """Streams on which copies were queued since `close` or the last `join`."""
+        """Streams on which copies were queued since the last `join` or `close`."""
         self._filling: list[torch.Tensor] = []
-        """Buffers with a queued copy but no event yet. After an exception, they are kept until `close`."""
+        """Buffers whose copy may be queued but has no event yet. After an exception, they are kept until `close`."""
 
     @property
     def in_flight_bytes(self) -> int:
@@ -85,8 +85,8 @@ class Transfers:
         """Queue the copies of one group's storages to their host blocks, and return the number of bytes.
 
         Streams:
-            The copies are queued on the device-to-host stream, after all work queued on the saving streams so far. See [Note:
-            Ordering of a copy to the host]. The host does not block.
+            The device-to-host stream runs the copies after all work queued so far on the streams that saved the storages (see
+            [Note: Ordering of a copy to the host]). The host does not block.
 
         Lifetime:
             The sources stay alive until `poll`, `release_oldest`, `join` or `close` releases them.
@@ -146,7 +146,7 @@ class Transfers:
         self._release(entry, is_done=False)
 
     def reload(self, storages: Mapping[SavedStorage, Place]) -> None:
-        """Queue copies of `storages` to the device, in order. All must be only on the host. Profiler ranges show the places.
+        """Queue copies of `storages` to the device, in order. All are on the host only. Profiler ranges show the places.
 
         Streams:
             The copies run on the host-to-device stream (see [Note: Ordering of a copy to the device]). The host does not block.
@@ -166,13 +166,13 @@ class Transfers:
                     self._fill(saved, buffer)
 
     def take(self, saved: SavedStorage, view: View) -> torch.Tensor:
-        """Return the saved tensor of `view` from the reloaded `saved`.
+        """Return the tensor that was saved as `view`, from the device buffer of the reloaded `saved`.
 
         Streams:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: An earlier user of the buffer changed it in place.
+            StateError: An op that used the buffer earlier changed it in place.
         """
         reload = saved.reload
         if reload is None:
@@ -213,7 +213,7 @@ class Transfers:
         """Join the copy streams of a captured graph to the current stream, and release the copies' memory.
 
         Streams:
-            The current stream waits for all copies queued since `close` or the last `join`. The host does not block.
+            The current stream waits for all copies queued since the last `join` or `close`. The host does not block.
         """
         current = self._device.current_stream()
         for stream in self._used:
@@ -237,7 +237,7 @@ class Transfers:
     def _release(self, entry: _InFlight, *, is_done: bool) -> None:
         """Release the sources of `entry`, the oldest entry.
 
-        `is_done` means that its copies are done. Otherwise, the compute streams must already wait for them.
+        `is_done` means that its copies are done. Otherwise, the compute streams must already wait for the copies.
         """
         living = _list_living(entry)
         self._join(_collect_streams(entry, living), Hazard.SOURCE_STILL_USED)

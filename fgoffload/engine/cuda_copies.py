@@ -2,13 +2,13 @@
 
 [Note: Copies without torch]
 `Tensor.copy_` takes several times the CPU time of its CUDA call, because it also goes through the dispatcher, checks
-types, strides and pinning, and switches streams. The engine's copies are contiguous and pinned, on its own streams. Like torch,
-the engine keeps source and destination alive until a copy is done. While the CUDA sanitizer is on, the engine uses `copy_`.
+types, strides and pinning, and switches streams. The engine's copies need none of this: they are contiguous and pinned. Like
+torch, the engine keeps source and destination alive until a copy is done. With the CUDA sanitizer on, it uses `copy_`.
 
 [Note: Pieces of a copy]
 A GPU has one copy engine per direction. It finishes all copies queued on one stream before it serves another stream. A small
 copy on another stream, such as FSDP2's pointers or a dispatcher's token counts, would wait for all copies queued here: 9.5 ms
-behind 512 MiB. So the engine splits copies, and queues every second piece on a second stream. Other streams are then served
+behind 512 MiB. So we split each copy into pieces, and queue every second piece on a second stream. Other streams are served
 between two pieces: after 0.05 ms with 16 MiB pieces, or 0.4 ms with 32 MiB, at the same bandwidth (measured, H100, PCIe 5).
 """
 

@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. Entering it may take half the CPU time of a copy, so queue several copies inside.
+        Call this within `copying_on(stream)`. Entering it can take half the CPU time of a copy, so queue several copies inside.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -136,7 +136,7 @@ class Device(abc.ABC):
         """Allocate uint8 `[size_bytes]` of device memory on the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Allocate a device tensor like the contiguous `view` on the current stream."""
+        """Allocate a device tensor with the layout of the contiguous `view` on the current stream."""
         # Detached, because autograd forbids in-place changes in grad mode to a view that was made in no-grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
@@ -206,7 +206,7 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # otherwise, CUDA builds always return CUDA
+        device = torch.accelerator.current_accelerator(check_available=True)  # without a check, CUDA builds always return CUDA
         if device is None:
             raise StateError(
                 "torch found no accelerator. Use CpuDevice, or check the driver and whether torch supports your accelerator."
@@ -318,7 +318,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 def _map_host(size_bytes: int) -> mmap.mmap:
     """Map anonymous memory, with huge pages if available. The kernel allocates each page on first access."""
     try:
-        # Private, because huge pages in shared memory need a separate kernel setting.
+        # A private mapping, because huge pages in shared memory need a separate kernel setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise StateError(
@@ -343,7 +343,7 @@ def _clear_last_error() -> None:
 
 
 def find_device(device_type: str, *, host_memory: HostMemory = HostMemory.PINNED) -> Device:
-    """Return the device of type `device_type`, such as `cuda`. The CPU ignores `host_memory`.
+    """Return the device of type `device_type`, such as `cuda`. For the CPU, `host_memory` has no effect.
 
     Raises:
         StateError: No accelerator of this type is available.

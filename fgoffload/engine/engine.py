@@ -116,11 +116,11 @@ class OffloadEngine:
                 self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, in a new group at the end of `lane`. None if regions are inert."""
+        """Return a region for one run of `site`, with a new group at the end of `lane`, or None if regions are inert."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
-        """Append a new group of `site` to `lane`, and return the group for use in `save` and `end`.
+        """Append a new group of `site` to `lane`, and return the group to pass to `save` and `end`.
 
         Raises:
             StateError: A CUDA graph is being captured.
@@ -200,7 +200,7 @@ class OffloadEngine:
         """Exclude the storages of `tensors` from offload until the storages are freed.
 
         Use `REFERENCED` for outputs of a captured graph, and `RECOMPUTED` for storages that a recompute empties and refills in
-        place. An offload in between would copy wrong bytes, and the version counter would not change.
+        place. An offload in between would copy wrong bytes, and the version counter would not show it.
         """
         with self._lock:
             self.registry.mark(tensors, reason)
@@ -291,7 +291,7 @@ class OffloadEngine:
                 self.execution.execute(self._schedule.release(lane, size_bytes))
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return the saved tensor of `view`. The first unpacked tensor of a group shows that backward has reached the group.
+        """Return the tensor saved as `view`. The first unpacked tensor of a group shows that backward has reached the group.
 
         Streams:
             If the tensor is reloaded, the current stream waits for the copy. The host does not block.
@@ -313,7 +313,7 @@ class OffloadEngine:
             self.execution.leave(lane, group.position)
             self.execution.execute(self._schedule.prefetch(lane))
 
-    # Graphs of whole steps.
+    # Whole-step graphs.
 
     @contextlib.contextmanager
     def capture_step(self) -> Iterator[None]:

@@ -30,7 +30,7 @@ class RecordedEvent:
 
 
 class EventPool:
-    """Records events, which `make` creates when none can be reused. See [Note: Reused events]."""
+    """Records events. If none can be reused, `make` creates one. See [Note: Reused events]."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make

@@ -45,7 +45,7 @@ class Execution:
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
     """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
-    """Limit on how many groups of a tag may be in flight to the host, in addition to the window. None means no limit."""
+    """Limit on how many groups of a tag may be in flight to the host, in addition to the window limit. None means no limit."""
     max_groups: int = 0
     """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
 
@@ -147,7 +147,7 @@ class Execution:
                     self.transfers.drop_reloaded(saved)
 
     def take(self, saved: SavedStorage, view: View, lane: Lane, group: Group | None) -> torch.Tensor:
-        """Return the saved tensor of `view`, reloaded if it was offloaded. See `OffloadEngine.take`."""
+        """Return the tensor saved as `view`, reloaded if it was offloaded. See `OffloadEngine.take`."""
         if saved.fault is not None:
             raise StateError(saved.fault)
         if group is None:

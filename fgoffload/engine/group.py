@@ -30,11 +30,11 @@ class Group(ScheduledGroup):
         self._kept: dict[int, dict[tuple[int, int], int]] = {}
         """Bytes that `count_kept` has counted, keyed by storage key, then by the tensor's address and size."""
         self.filtered: set[int] = set()
-        """Keys of the lane's filtered storages."""
+        """The lane's `filtered` set."""
         self.saved_tensors = 0
-        """Number of tensors saved through the engine."""
+        """Number of tensors saved with `OffloadEngine.save`."""
         self.passed_tensors = 0
-        """Number of saved tensors that bypass the engine because they cannot be offloaded. `end` adds it to the statistics."""
+        """Number of saved tensors that bypass `OffloadEngine.save`, because they are never offloaded."""
         self.passed_bytes = 0
         """Bytes of storages that are too small to offload."""
         self._passed: set[int] = set()
@@ -47,7 +47,7 @@ class Group(ScheduledGroup):
             self._saved[id(saved)] = weakref.ref(saved)  # weak reference, see [Note: Ownership]
 
     def count_kept(self, tensor: torch.Tensor, reason: KeptReason) -> None:
-        """Count the bytes of `tensor`, which stays on the device. Each tensor counts once, and a storage at most in full."""
+        """Count the bytes of `tensor`, which stays on the device. Tensors count once, and a storage for at most its size."""
         size_bytes = tensor.numel() * tensor.element_size()
         if type(tensor) is torch.Tensor and has_bytes(tensor):
             kept = self._kept.setdefault(get_key(tensor), {})

@@ -65,7 +65,7 @@ class Handle:
 
 
 class WrappedHandle:
-    """Handle of a tensor subclass whose inner tensor may be offloaded. `wrap` wraps an inner tensor in the subclass."""
+    """Handle of a saved `DTensor` whose local tensor may be offloaded. `wrap` turns a local tensor into a `DTensor`."""
 
     __slots__ = ("_inner", "_wrap", "place")
 
@@ -75,7 +75,7 @@ class WrappedHandle:
         self.place: Place = inner.place
 
     def take(self) -> torch.Tensor:
-        """Return the saved tensor, wrapped in the subclass."""
+        """Return the saved tensor as a `DTensor`."""
         return self._wrap(self._inner.take())
 
 

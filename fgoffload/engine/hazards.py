@@ -25,7 +25,7 @@ class Hazard(enum.Enum):
     SOURCE_STILL_USED = "a kernel reuses the memory of a source that a kernel of another compute stream still uses"
     # A copy to the device.
     BUFFER_STILL_USED = "the copy to the device writes memory that kernels queued before the buffer's allocation still use"
-    BLOCK_UNWRITTEN = "the copy to the device reads a block that its own copy to the host has not written"
+    BLOCK_UNWRITTEN = "the copy to the device reads a host block before the copy to the host has written it"
     BUFFER_UNFILLED = "a kernel reads a buffer that the copy to the device has not filled"
     BUFFER_STILL_FILLED = "a kernel reuses the memory of an unused buffer that the copy to the device still fills"
     BUFFER_STILL_READ = "a kernel reuses the memory of a buffer that a kernel of another stream still reads"

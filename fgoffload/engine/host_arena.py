@@ -3,12 +3,12 @@
 [Note: A host block that is still being read]
 A block returns to the arena when its last reference is gone, but a queued copy to the device may still read it. So the free
 range keeps the event of that copy, and the next writer waits for it. A copy to the host that still writes the range needs no
-event, because these copies run in order on one stream.
+event, because copies to the host run in order on one stream.
 
 [Note: A block of several parts]
 The arena pins memory in slabs, because pinning all of it at once would stall a step. With contiguous blocks, which cannot span
-two slabs, the varying shapes of MoE routing would leave 20 to 50% of the reserved memory unused (simulated). So if no free
-range is large enough, the arena splits a block over several ranges, the largest first. Each part needs its own copy.
+two slabs, the varying sizes that MoE routing causes would leave 20 to 50% of the reserved memory unused (simulated). So if no
+free range is large enough, the arena splits a block over several ranges, the largest first. Each part needs its own copy.
 
 [Note: Returned blocks]
 Most steps request the same sizes in the same order, and a search takes several times the CPU time of queuing a copy. So the
@@ -39,14 +39,14 @@ MIN_SLAB_BYTES = 4 * MIB
 
 GROWTH_FRACTION = 1 / 16
 """Size of a new slab as a fraction of the reserved memory, within the limits above. A slab is larger if a block needs more.
-Less than 1/17 of the memory is therefore unused."""
+So growth leaves less than 1/17 of the memory unused."""
 
 MIN_PART_BYTES = 4 * MIB
 """Minimum size of a block's part. At 50 GB/s, a copy of this size takes 84 us, several times the CPU time of queuing it."""
 
 
 class HostBudget:
-    """Limit on host memory that arenas share."""
+    """Host memory limit that several arenas share."""
 
     def __init__(self, total_bytes: int) -> None:
         self.total_bytes = total_bytes
@@ -64,7 +64,7 @@ class HostBudget:
 
 
 class HostArena:
-    """Best-fit allocator of host blocks. It merges returned ranges with their neighbours.
+    """Best-fit allocator of host blocks. It merges returned ranges with their neighbors.
 
     Blocks may be returned on any thread. The engine calls all methods under its lock.
 
@@ -95,7 +95,7 @@ class HostArena:
         """References to returned blocks that are not cached yet."""
         self._cached: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
         """Cached blocks, keyed by size. See [Note: Returned blocks]."""
-        # Each index contains all free ranges: by size for the best fit, and by start and end to find neighbours.
+        # Each index contains all free ranges: by size for the best fit, and by start and end to find neighbors.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], FreeRange] = {}
         self._by_end: dict[tuple[int, int], FreeRange] = {}
@@ -124,7 +124,7 @@ class HostArena:
         return self._used_bytes
 
     def find_block(self, size_bytes: int) -> HostBlock | None:
-        """Allocate a block of `size_bytes`, in use until its last reference is gone. Return None if the budget is used up."""
+        """Allocate a block of `size_bytes`, in use until its last reference is gone. Return None if it does not fit."""
         try:
             self._cache_returned()
             found = self._find_cached(size_bytes) or self._find_free(size_bytes)
@@ -183,7 +183,7 @@ class HostArena:
         self._used_bytes = sum(place.used_bytes for place in places)
 
     def forget_reads(self) -> None:
-        """Drop the events of all reads, so that no writer waits for them. All reads, or their graphs, must be done."""
+        """Drop the events of all reads, so that no writer waits for them. The reads, or their graphs, must have finished."""
         self._cache_returned()
         for free in self._by_start.values():
             free.reads = []

@@ -52,7 +52,7 @@ class HostBlock:
         """Events that must complete before the block is written. See [Note: A host block that is still being read]."""
 
     def pair(self, tensor: torch.Tensor) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
-        """Pair each part of the block with the range of the contiguous `tensor` that it stores, with the same type."""
+        """Pair each part of the block with the range of the contiguous `tensor` that it stores. Both have the same type."""
         if len(self.parts) == 1:
             return ((self.parts[0].view(tensor.dtype).view(tensor.size()), tensor),)
         ranges = torch.split(get_bytes(tensor), [part.numel() for part in self.parts])

@@ -1,6 +1,6 @@
 """Computes the default host budget of a rank.
 
-The tightest memory limit of a process's control group (cgroup) and its ancestors applies. A container only sees its own part of
+The tightest memory limit of a process's control group (cgroup) and its ancestors applies. A container sees only its own part of
 the cgroup tree. Both cgroup versions may be mounted at the same time.
 """
 
@@ -15,7 +15,7 @@ from fgoffload.transfer_config import HOST_SHARE as HOST_SHARE
 from fgoffload.units import GIB
 
 RANKS_PER_NODE_VARIABLES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Environment variables of torchrun, Open MPI and Slurm. The first one set applies: a Slurm task may be a torchrun agent."""
+"""Variables that torchrun, Open MPI and Slurm set. The first one found applies: a Slurm task may be a torchrun agent."""
 
 _NO_LIMIT = 1 << 62
 

@@ -29,7 +29,7 @@ def has_bytes(tensor: torch.Tensor) -> bool:
 
 
 def is_without_bytes(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a plain tensor with an empty storage, such as the missing bias of a linear layer."""
+    """Return whether `tensor` is a plain tensor with an empty storage, such as a placeholder for a missing bias."""
     return type(tensor) is torch.Tensor and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() == 0
 
 

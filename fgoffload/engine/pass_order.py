@@ -1,6 +1,6 @@
 """Predicts the next backward from the previous step, because pipeline schedules repeat.
 
-A step ends when a forward begins while no lane waits for its backward. A wrong prediction only costs time (see [Note: Prefetch
+A step ends when a forward begins while no lane waits for its backward. A wrong prediction costs only time (see [Note: Prefetch
 across passes] in `fgoffload.transfer_schedule`).
 """
 

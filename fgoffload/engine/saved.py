@@ -61,7 +61,7 @@ class ReleaseQueues(Protocol):
 
 
 class SavedStorage:
-    """Bytes of a storage at one version. All tensors that are saved from these bytes share the object."""
+    """Bytes of a storage at one version. All tensors that are saved from these bytes share this object."""
 
     __slots__ = (
         "__weakref__", "_aliases", "_bases", "_copied_views", "_queues", "block", "contents", "covered_bytes", "d2h_done",
@@ -139,8 +139,8 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        It may if the storage is on the device, or if an earlier save ran on `stream`. If something else keeps an offloaded
-        storage alive, its memory is freed later, ordered only after work on the streams of the earlier saves.
+        This is true if the storage is on the device, or if an earlier save ran on `stream`. If something else keeps an
+        offloaded storage alive, its memory is freed later, ordered only after work on the streams of the earlier saves.
         """
         return self.state in ON_DEVICE or stream in self.streams
 
@@ -170,7 +170,7 @@ class SavedStorage:
         return next(iter(self._aliases.values()))
 
     def get_byte_range(self) -> torch.Tensor:
-        """Return the bytes to copy, unless the views are packed. The storage must be on the device."""
+        """Return the bytes to copy if the views are not packed. The storage must be on the device."""
         if self.whole is not None:
             return self._aliases[self.whole]
         return get_byte_range(self.get_any_alias(), start=self.start, end=self.end)

@@ -7,9 +7,9 @@ saved storage reserves. Another version of the bytes has its own saved storage, 
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the
 version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
-begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places. If the bytes
-differ, all saves use the current bytes, now and whenever the storage is saved again at this pair. Otherwise, all saves share
-the copy. A storage that is not saved again after the write is reloaded as copied.
+begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places (of the first
+and the repeated save). If the bytes differ, all saves use the current bytes, now and in later saves at this pair. Otherwise,
+all saves share the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -30,7 +30,7 @@ from fgoffload.memory_tiers import SavedState
 from fgoffload.plan import Site
 
 COMPARISONS = 8
-"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies bytes back to the device."""
+"""Number of repeated saves to compare per pair of places. A comparison blocks the host and copies bytes to the device."""
 
 
 class SavedRegistry:
@@ -111,7 +111,7 @@ class SavedRegistry:
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._comparisons.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # earlier steps made the comparisons
+            if count < COMPARISONS and not self._device.is_capturing():  # the steps before the capture made the comparisons
                 self._comparisons[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)
@@ -122,7 +122,7 @@ class SavedRegistry:
 
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
-            return True  # an estimate copies nothing
+            return True  # an estimate of savings copies nothing
         byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
             # The padding between the packed views is arbitrary, so we use the copy's padding.
@@ -153,7 +153,7 @@ class SavedRegistry:
         if self._outlived:
             self._transfers.poll()
             self._outlived = [storage for storage in self._outlived if not storage.is_freed]
-            if not self._transfers.in_flight_bytes:  # a copy in flight may hold the reference
+            if not self._transfers.in_flight_bytes:  # a copy in flight may hold the last reference
                 # The storage, such as a buffer or a table that all layers use, will also be alive in the next step.
                 for storage in self._outlived:
                     self._exclude(storage, KeptReason.REFERENCED)

@@ -8,7 +8,7 @@ graph contains no host copy, no event and no second stream, so any CUDA version 
 
 All graphs share a ring of slots. Graphs are captured in the order in which a step replays them, and each forward and backward
 gets the least recently used slot. So while one graph runs, the engine can copy the slot of the previous graph to the host or
-fill the slot of the next backward. If no pass in between gets the forward's slot, the backward reads it in place, without any
+fill the slot of the next backward. If no pass in between gets a forward's slot, its backward reads the slot in place, without a
 copy. Replays in another order also give correct results, because the engine offloads a slot's bytes before it reuses the slot.
 """
 
@@ -55,7 +55,7 @@ class StagedPart:
 
     saved: SavedStorage
     stats: TagStats | None = None
-    """Statistics of the region's tag. None between regions."""
+    """Statistics of the tag. None if only ops between regions saved the storage."""
     forward: "CapturedForward | None" = None
     """Forward that staged the storage. None if the storage is not staged."""
     start: int = 0
@@ -284,8 +284,8 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward whose backward directly follows `current`, or an empty list unless its bytes are on the host."""
-        following = current.next  # it uses another slot than `current`, unless it reads that slot in place
+        """List the forward whose backward directly follows `current`. The list is empty unless its bytes are on the host."""
+        following = current.next  # it uses a different slot from `current`, unless it reads in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []
         return [following.forward]

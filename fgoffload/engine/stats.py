@@ -127,7 +127,7 @@ class StepStats:
 
 
 class Counters:
-    """Statistics of the current step. Each `TagStats` lives as long as the engine, so groups may hold it."""
+    """Statistics of the current step. Each `TagStats` lives as long as the engine, so groups can refer to it."""
 
     def __init__(self) -> None:
         self._tags: collections.defaultdict[str, TagStats] = collections.defaultdict(TagStats)
@@ -138,11 +138,11 @@ class Counters:
         return self._tags[tag]
 
     def read_tags(self) -> dict[str, TagStats]:
-        """Return a copy of the statistics of every active tag."""
+        """Return a copy of the statistics of each tag that was used in this step."""
         return {name: dataclasses.replace(tag) for name, tag in self._tags.items() if tag != TagStats()}
 
     def finish(self) -> StepStats:
-        """Return the statistics of every active tag, and reset them."""
+        """Return the statistics of each tag that was used in this step, and reset them."""
         finished = StepStats(tags=self.read_tags(), window_waits=self.window_waits)
         self.window_waits = 0
         for name in finished.tags:

@@ -43,7 +43,7 @@ pop_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks  # no
 
 
 get_graph_task: Callable[[], int] = torch._C._current_graph_task_id  # noqa: SLF001
-"""Returns the id of the backward whose node this thread runs, or -1."""
+"""Returns the id of the backward that this thread is running, or -1 outside backward."""
 
 is_tracing: Callable[[], bool] = torch._C._is_tracing  # noqa: SLF001
 
@@ -75,12 +75,12 @@ def find_raw_stream_getter() -> Callable[[int], int] | None:
 
 
 def get_stream(index: int) -> torch.Stream:
-    """Return the accelerator's current stream, faster than `torch.accelerator.current_stream`."""
+    """Return the accelerator's current stream. This is faster than `torch.accelerator.current_stream`."""
     return torch._C._accelerator_getStream(index)  # noqa: SLF001
 
 
 def is_sanitizer_on() -> bool:
-    """Return whether torch's CUDA sanitizer checks for races between streams."""
+    """Return whether torch's CUDA sanitizer, which finds races between streams, is on."""
     sanitizer = sys.modules.get("torch.cuda._sanitizer")
     return sanitizer is not None and sanitizer.cuda_sanitizer.enabled
 

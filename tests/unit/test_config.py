@@ -40,16 +40,16 @@ REFUSALS = [
         "--activation-offload-fraction True is not a number. Use a fraction, for example 0.8.",
     ),
     ({"offload_host_budget_bytes": "64GiB"}, "--offload-host-budget '64GiB' is not a whole number of bytes. Pass an"),
-    ({"offload_host_budget_bytes": 0}, "--offload-host-budget 0 leaves no host memory. Use a size, for example 64GiB."),
+    ({"offload_host_budget_bytes": 0}, "--offload-host-budget 0 leaves no host memory. Use a size above 0, such as 64GiB."),
     ({"offload_plan": Path("plan.json"), "activation_offload_fraction": 0.5}, "--offload-plan and"),
     ({"offload_window_bytes": -1}, "--offload-window -1 is below 0 bytes. Use 0 or a size, for example 512MiB."),
     ({"offload_modules": ("auto",)}, "--offload-modules auto needs a memory budget. Add"),
-    ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules has auto and"),
+    ({"offload_modules": ("auto", "core_attn"), "offload_memory_budget_bytes": 1}, "--offload-modules lists auto and"),
     (
         {"offload_modules": ("auto",), "offload_memory_budget_bytes": 1, "offload_plan": Path("plan.json")},
         "--offload-modules auto and --offload-plan both choose what to offload. Use one of them.",
     ),
-    ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB needs --offload-modules auto, which plans"),
+    ({"offload_memory_budget_bytes": 2**30}, "--offload-memory-budget 1.00 GiB has no effect without --offload-modules auto"),
 ]
 
 

@@ -81,7 +81,7 @@ def test_a_plan_for_another_training_is_rejected_with_the_first_difference(found
 def test_another_plan_format_is_rejected_with_both_formats(document, found):
     with pytest.raises(PlanError) as caught:
         OffloadPlan.from_json(json.dumps(document), source="plan.json")
-    assert str(caught.value) == f"plan.json is a plan of format {found}; this version reads format {FORMAT}. Plan again."
+    assert str(caught.value) == f"plan.json has plan format {found}, but this version reads format {FORMAT}. Plan again."
 
 
 def test_an_unknown_plan_key_is_rejected():
