@@ -22,7 +22,7 @@ MAX_TEXT_BYTES = 4 * MIB
 
 
 class Microbatch(NamedTuple):
-    """Inputs of one forward pass. All tensors are `[b, s]` (sequences, tokens)."""
+    """Inputs of one forward pass. All tensors have the shape `[b, s]` (sequences, tokens)."""
 
     tokens: torch.Tensor
     """Model input, int64."""
@@ -101,7 +101,7 @@ class TextData(TokenSource):
 
     @classmethod
     def load(cls, path: Path | None = None) -> "TextData":
-        """Load at most `MAX_TEXT_BYTES` from a file, or from all files of a folder in name order.
+        """Load at most `MAX_TEXT_BYTES` from a file, or from all files in a folder, sorted by name.
 
         Without `path`, load the source of Python's standard library.
 
@@ -111,7 +111,7 @@ class TextData(TokenSource):
         if path is None:
             files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
             return cls(_read(iter(files)), name="Python standard library")
-        fix = "Use a text file or a folder of them, or remove --data."
+        fix = "Use a text file or a folder of text files, or remove --data."
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {fix}")
         try:

@@ -51,7 +51,7 @@ def _find_repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
     if not found:
         raise ConfigError(
             f"memory: {type(model).__name__} has no repeated layers: no `_no_split_modules`, no FSDP units, and no list of "
-            "modules of one class. Select modules instead of a memory budget."
+            "modules of the same class. Select modules instead of a memory budget."
         )
     return found
 

@@ -9,14 +9,14 @@ from fgoffload.integrations.pytorch.outputs import find_tensor
 
 
 class LossReading(NamedTuple):
-    """Time and memory of the loss, for one microbatch. The loss's forward ends with the model's forward."""
+    """Time and memory of the output layer and the loss, for one microbatch. Here, `forward` ends with the model's forward."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     forward_extra_bytes: int = 0
-    """Peak bytes of forward, minus the bytes before it."""
+    """Peak bytes during this forward, minus the bytes before it."""
     backward_extra_bytes: int = 0
-    """Peak bytes of backward, minus the bytes before forward."""
+    """Peak bytes during its backward, minus the bytes before forward."""
 
 
 class LossMeter:

@@ -16,8 +16,8 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
             output = attention(hidden)
             region.end(output)
 
-    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread is running. Without
-    one, it does nothing.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread is running. Outside
+    of both, the region does nothing.
 
     Args:
         tensor: Input of the region. Backward leaves the region when it computes the gradient of this tensor.

@@ -21,7 +21,7 @@ _MODULE = "transformers.trainer"
 
 @contextlib.contextmanager
 def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
-    """Add an `OffloadCallback` to every trainer created in the body. Yield a list that collects their class names."""
+    """Add an `OffloadCallback` to every trainer created in the body. Yield a list that collects the trainers' class names."""
     made: list[str] = []
 
     def patch(module: ModuleType) -> None:
