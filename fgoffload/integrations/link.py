@@ -18,7 +18,7 @@ _BATCH_BYTES = 64 * MIB
 """Bytes to copy per timing, in at most `_MOST_COPIES` copies. The few microseconds of event overhead are then negligible."""
 _MOST_COPIES = 256
 _REPEATS = 3
-"""Repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
+"""Number of repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
 
 _PRODUCT_SIZE = 4096
 """Number of rows and columns of the matrices. On an H100, one bf16 product takes a quarter of a millisecond."""

@@ -83,7 +83,7 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
 megatron/training/arguments.py, and `TransformerConfig` for norms, both in 0.16.1 and unchanged in 0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
-"""Required fields with example values."""
+"""Required fields, each with an example value for the error message."""
 
 
 def parse_arguments(
@@ -98,7 +98,7 @@ def parse_arguments(
 
     Args:
         argv: Flags of Megatron-LM. Later flags override earlier ones.
-        source: Name of the source of `argv`, for errors.
+        source: Where `argv` comes from, for error messages.
         world_size: Number of processes. None means the minimum for one copy of the model.
         typed: Additional flags from the command line, which override `argv`.
         known_elsewhere: Command-line flags that other code parses. Error messages may suggest them after a typo.
@@ -140,7 +140,7 @@ def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadCo
     """Return Megatron's TransformerConfig for `arguments`. Omits offload tags that Megatron does not accept.
 
     Raises:
-        ConfigError: Megatron rejects the combination. The error includes Megatron's message.
+        ConfigError: Megatron rejects the combination of flags. The error includes Megatron's message.
     """
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)

@@ -37,7 +37,7 @@ class Microbatch(NamedTuple):
 class TokenSource(abc.ABC):
     """Source of a training run's microbatches."""
 
-    def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens have no length
+    def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens are never too few
         """Raise ConfigError if the text is too short for one sequence."""
 
     @abc.abstractmethod
@@ -135,7 +135,7 @@ class TextData(TokenSource):
             )
 
     def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return sequences from random positions of the text, on the CPU."""
+        """Return sequences that start at random positions in the text, as a CPU tensor."""
         starts = [generator.randrange(len(self) + 1 - length) for _ in range(sequences)]
         return torch.stack([self._bytes[start : start + length] for start in starts]).to(torch.int64)
 

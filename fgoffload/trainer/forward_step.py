@@ -1,4 +1,4 @@
-"""Forward step for Megatron's schedules, which runs a microbatch through a model chunk."""
+"""Forward step for Megatron's schedules: runs a microbatch through a model chunk."""
 
 import functools
 import itertools

@@ -47,7 +47,7 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class MainGradOptimizer:
-    """AdamW for gradients in `main_grad`."""
+    """AdamW that reads gradients from `main_grad`."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, lr: float) -> None:
         self._parameters = list(parameters)

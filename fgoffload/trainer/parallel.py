@@ -52,7 +52,7 @@ def initialize_parallel(arguments: TrainingArguments) -> None:
     This ignores launcher variables such as `WORLD_SIZE` and `RANK`. To use them, call `join_processes` first.
 
     Raises:
-        ConfigError: The arguments are for another number of processes.
+        ConfigError: The arguments are for a different number of processes.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     if not torch.distributed.is_initialized():
@@ -83,7 +83,7 @@ def destroy_parallel() -> None:
 
 
 def get_device() -> torch.device:
-    """Return the current GPU, or the CPU without one."""
+    """Return the current GPU, or the CPU if there is no GPU."""
     return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,4 +1,4 @@
-"""Profiles a training run: times a few plain steps, measures one step in detail and, on a GPU, times steps with plans."""
+"""Profiles a training run: times baseline steps, measures one step in detail and, on a GPU, times steps with plans."""
 
 import contextlib
 import dataclasses
@@ -48,7 +48,7 @@ def profile_training(
     """Profile a training run. All processes of the run must call this, and each gets the same profile.
 
     Of the offload options, only the minimum tensor size and the host budget are used. `on_step` is called after each step
-    except the plain steps at the beginning, which are not profiled.
+    except the baseline steps at the beginning, which are not profiled.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
@@ -105,11 +105,11 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Add the times of steps with plans to `profile`, and average the baseline step times of the plain and profiled models."""
+    """Add the times of steps with plans to `profile`. Average the baseline step times of the plain and profiled models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # Step times differ between builds of the same model, by 2 to 3% if launch-bound (docs/decisions.md).
+        # Two instances of the same model differ in step time, by 2 to 3% if launch-bound (docs/decisions.md).
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)

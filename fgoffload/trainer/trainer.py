@@ -202,7 +202,7 @@ class Trainer:
             batch = self.text.get_microbatch(arguments, step=step, microbatch=microbatch, data_parallel_rank=rank, split=split)
             return self._forward_step.prepare(batch)
 
-        # Each chunk of a stage reads the same microbatches.
+        # All chunks of a stage read the same microbatches.
         iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]
         with ignore_expected_warnings():
             reports = self.graphs.get_schedule()(

@@ -61,12 +61,12 @@ class TrainingArguments:
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
+    """Accumulate and reduce gradients in fp32, regardless of the parameters' dtype."""
     packed_sequences: bool = False
     """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no flag for this."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for settings that Megatron's own config does not check."""
+        """Raise ConfigError for invalid settings that Megatron's own config does not detect."""
         checks = (self._check_sizes, self._check_ranges, self._check_layers, self._check_processes, self._check_batch)
         for check in checks:
             for fault in check():
@@ -161,7 +161,7 @@ class TrainingArguments:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of parts into which sequence- and context-parallel ranks split a sequence; must divide `seq_length`."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide `seq_length`."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 

@@ -39,7 +39,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        """Run the body, which creates the data-parallel wrapper, on a stream that is allowed during capture."""
+        """Run the `with` block, which creates the data-parallel wrapper, on a stream that is allowed during capture."""
         if not self._arguments.captures_graphs:
             yield
             return

@@ -112,7 +112,7 @@ class BudgetOffload(ModelOffload):
         return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
     def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
-        """Return `forward` itself, or a function that also recomputes, measures or watches it."""
+        """Return `forward` itself, or a wrapper that recomputes, measures or watches it."""
         if self._trial is not None and tag is not None and tag != LAYER:
             return functools.partial(self._trial.run_part, module, tag, forward)
         if self._trial is not None or is_inert():
@@ -232,7 +232,7 @@ class BudgetOffload(ModelOffload):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_forward(self) -> None:
-        """Cancel the last offloads, which backward would reload at once. With a `loss_window_bytes`, first wait for copies."""
+        """Cancel the last offloads, which backward would reload at once. If the plan says so, wait for earlier copies first."""
         forward = find_running(self)
         if forward is not None and self.planned is not None:
             forward.expect_backward(window_bytes=self.planned.plan.loss_window_bytes)
@@ -266,7 +266,7 @@ class BudgetOffload(ModelOffload):
         return output
 
     def _compare(self, meter: PeakMeter, *, has_gradients: bool) -> None:
-        """Plan after a measured step, or correct the plan after a compared step. All processes must call this together."""
+        """Make a plan after a measured step, or correct it after a compared step. All processes must call this together."""
         readings = gather(self._reading)
         if min(one.peak_bytes for one in readings) == 0:
             return  # no backward followed; if this forward was measured, the next one is measured instead
@@ -326,7 +326,7 @@ class BudgetOffload(ModelOffload):
         self._follow(planned)
 
     def _follow(self, planned: BudgetPlan, *, age: int = 0) -> None:
-        """Follow a plan from now on. `age` is its age in steps. Above `_LAST_TIMED`, its first steps are not compared again."""
+        """Follow a plan that has been in use for `age` steps. Above `_LAST_TIMED`, its first steps are not compared again."""
         self.planned, self._planned_at, self._times_s = planned, self._step - age, []
         self._shared.clear()
         logger.info("%s", self.explain())

@@ -49,14 +49,14 @@ def merge_readings(readings: Sequence[StepReading]) -> StepReading:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class BudgetPlan:
-    """Plan with its predicted peak and time."""
+    """Plan with the predicted peak memory and time of a step."""
 
     plan: OffloadPlan
     peak_bytes: int
     step_s: float
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
-    """Reading of the plan's last compared step. Its time is 0 in the first steps."""
+    """Reading of the plan's last compared step. Its `step_s` is 0 until all timed steps are done."""
     is_best_effort: bool = False
     """Whether the plan exceeded the budget, and no plan that fits was found."""
 

@@ -45,7 +45,7 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that would be freed on the GPU. They exceed the copied bytes if autograd needs only part of a storage."""
+        """Bytes that would be freed on the GPU. This exceeds the copied bytes if autograd saves only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property

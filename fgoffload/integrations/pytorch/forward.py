@@ -27,7 +27,7 @@ from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
 _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
-"""Layer of the innermost region."""
+"""Layer number of the innermost region."""
 
 
 class ThreadState:
@@ -76,7 +76,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """If hooks do nothing here although gradients are enabled, record why for `tag`, or count the forward if it is None."""
+    """If offload does nothing here despite enabled gradients, record why for `tag`. If `tag` is None, count the forward."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -204,7 +204,7 @@ class BlockSaving(SizedSaving):
 class Forward:
     """Forward of a model or a block, from `begin` to `finish`.
 
-    `hook` saves the tensors outside regions. If it is None, they join the group that owns their storage, or stay on the GPU.
+    `hook` receives tensors saved outside regions. Without it, they join the group that owns their storage, or stay on the GPU.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
@@ -245,7 +245,7 @@ class Forward:
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def announce_backward(self, tensor: torch.Tensor | None) -> None:
-        """Mark the input `tensor` of a module without regions. See `OffloadEngine.announce_backward`."""
+        """Prefetch when backward has passed `tensor`, the input of a module whose tensors stay on the device."""
         if tensor is not None:
             self._engine.announce_backward(self._saving.lane, tensor)
 

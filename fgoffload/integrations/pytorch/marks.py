@@ -21,11 +21,11 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
 
     Args:
         tensor: Input of the region. Backward leaves the region when it computes the gradient of this tensor.
-        tag: Name in the statistics.
+        tag: Name of the region in the statistics.
         layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
     Raises:
-        ConfigError: The tag is not an identifier, `tensor` is not a tensor, or `layer` is not a whole number.
+        ConfigError: `tag` is not an identifier, `tensor` is not a tensor, or `layer` is not a whole number.
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):

@@ -94,7 +94,7 @@ class ModelOffload(EngineOwner):
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Treat the body as one forward of the model.
+        """Treat the `with` block as one forward of the model.
 
         Use this for code that calls parts of the model instead of the model itself. Otherwise, each call to a part is a forward
         of its own. The results are the same, but nothing is prefetched for backward.
@@ -213,7 +213,7 @@ class _Run:
 
 
 def find_handle(model: torch.nn.Module) -> ModelOffload | None:
-    """Return the handle of `model`, or None. A handle that `model` copied from another model is ignored."""
+    """Return the handle of `model`, or None. If `model` is a copy, the handle of the original is ignored."""
     handle = vars(model).get(HANDLE)
     return handle if isinstance(handle, ModelOffload) and handle.is_for(model) else None
 

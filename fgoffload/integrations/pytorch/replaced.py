@@ -78,7 +78,7 @@ class ReplacedForward:
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
-        """Restore the original forward. Later wrappers around this one stay in place and still work."""
+        """Restore the original forward. Wrappers that others added around this replacement stay in place and still work."""
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
@@ -115,7 +115,7 @@ class ReplacedForward:
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the forward of the copied module, without a handle."""
+        """Copy or pickle as a `ReplacedForward` of the copied module, without a handle."""
         return ReplacedForward, (None if self._module is None else self._module(), None, None, _FORWARD, self._before)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +154,7 @@ class _Method:
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a `_Method` of the copied module."""
+        """Copy or pickle as a `_Method` of the copied module."""
         return _Method, (self._function, None if self._module is None else self._module())
 
 
@@ -222,7 +222,7 @@ def _reduces_itself(kind: type) -> bool:
 
 
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
-    """Return the module's `__reduce_ex__` value, without our attributes."""
+    """Return the result of the module's `__reduce_ex__`, without our attributes."""
     kind: Any = type(module)
     plain = object.__new__(kind)  # calling `fx.GraphModule` would create another class
     vars(plain).update(vars(module))

@@ -85,7 +85,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
-    """Return why a region does nothing: it runs in a backward, hooks are not allowed, or a foreign pack hook is active."""
+    """Return why a region does nothing: it runs in backward, hooks are not allowed, or foreign pack hook `hook` is active."""
     if is_in_backward:
         return "its regions ran in a backward: they are inside a reentrant checkpoint. Select a module around the checkpoint."
     if hook is None:

@@ -57,7 +57,7 @@ class OffloadedTensor:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the host has a copy and the engine has released the original GPU memory. Reading this polls the copies."""
+        """Whether the host has a copy and the engine has released the original GPU memory. Reading this polls the copy."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
@@ -79,7 +79,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified before the copy to the host was done, or an earlier result was modified.
+            StateError: The tensor was modified before the copy to the host was done, or an earlier result of `reload` was.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter, which stays on the device
