@@ -18,7 +18,7 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
 MAX_TEXT_BYTES = 4 * MIB
-"""Maximum number of bytes to load."""
+"""Maximum number of bytes to load. Later text is ignored."""
 
 
 class Microbatch(NamedTuple):

@@ -109,7 +109,7 @@ def _add_compared_steps(
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # Two instances of the same model differ in step time, by 2 to 3% if launch-bound (docs/decisions.md).
+        # Two instances of the same model differ in step time, by 2 to 3% if launch-bound.
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)

@@ -52,7 +52,7 @@ class TrainingArguments:
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
     rotary_percent: float = 1.0
-    """Fraction of the channels of each attention head that rotary embeddings rotate."""
+    """Fraction of each attention head's channels that rotary embeddings rotate."""
     vocab_size: int = _BYTE_VALUES
     """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = 128

@@ -4,7 +4,7 @@
 The second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. The
 handle times the plan's 11th to 13th steps, since the engine still compares re-saved storages in earlier ones (see
 `engine/saved_registry.py`). It corrects the planner's model with their peak and median time, and plans again, up to three times
-or until a new plan is slower than the one before. Training then follows the fastest plan. In steps 16, 32, 64 and so on of that
+or until a new plan is slower than the one before. Training then follows the fastest plan. In steps 16, 32, 64 and so on of any
 plan, the handle measures the peak and corrects the plan if it exceeds the budget. All processes do this in the same steps,
 because they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
 measures the model again in that forward. Several processes do so in the next compared step.

@@ -2,8 +2,8 @@
 
 [Note: A replaced forward]
 The replacement is an attribute of the module instance. Forward hooks would disable torch's fast paths for evaluation and would
-not run after a BaseException. A new class for the module would break code that compares classes, as transformers does.
-The replacement references the module weakly, to avoid a reference cycle.
+not run after a BaseException. A new class for the module would break code that compares classes, as transformers does. The
+replacement references the module weakly, to avoid a reference cycle.
 
 A copy of the module must not inherit the attribute, which would run the original module. Copies and pickles use `__getstate__`,
 or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses `_replicate_for_data_parallel`. All of these

@@ -49,7 +49,7 @@ class RunTotals:
         forwards = "1 forward" if self.forwards == 1 else f"{self.forwards} forwards"
         return (
             f"{forwards}. Average per forward: {format_bytes(self.saved_bytes / max(1, self.forwards))} saved in the regions, "
-            f"{format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of them freed until backward. "
+            f"{format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of that freed until backward. "
             f"Peak host memory: {format_bytes(self.host_peak_bytes)}."
         )
 
@@ -85,7 +85,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
-    """Return why a region does nothing: it runs in backward, hooks are not allowed, or foreign pack hook `hook` is active."""
+    """Return why a region does nothing: it runs in backward, hooks are not allowed, or another library's `hook` is active."""
     if is_in_backward:
         return "its regions ran in a backward: they are inside a reentrant checkpoint. Select a module around the checkpoint."
     if hook is None:

@@ -79,7 +79,7 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified before the copy to the host was done, or an earlier result of `reload` was.
+            StateError: The tensor was modified before the copy to the host was done, or a reloaded tensor was modified.
         """
         tensor = self._handle.take()
         return tensor.detach() if tensor.requires_grad else tensor  # a parameter, which stays on the device
