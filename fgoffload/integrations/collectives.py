@@ -21,7 +21,7 @@ def is_first_process() -> bool:
 
 
 def gather(own: Own) -> list[Own]:
-    """Return the objects of all processes, in rank order, on each process."""
+    """Return a list of every process's `own`, in rank order, on all processes."""
     if is_alone():
         return [own]
     found: list[Any] = [None] * torch.distributed.get_world_size()
@@ -30,7 +30,7 @@ def gather(own: Own) -> list[Own]:
 
 
 def broadcast(own: Own) -> Own:
-    """Return the object of rank 0 on all processes. The objects of other ranks are ignored."""
+    """Return rank 0's `own` on all processes. The values that other ranks pass are ignored."""
     box: list[Any] = [own]
     if not is_alone():
         torch.distributed.broadcast_object_list(box, src=0)
@@ -42,7 +42,7 @@ def ask_first(make: Callable[[], Own]) -> Own:
     """Call `make` on rank 0 only, and return its result on all processes.
 
     Raises:
-        OffloadError: `make` raised. All processes raise this, since the others wait for the result.
+        OffloadError: `make` raised an exception. All processes raise this error, since they all wait for the result.
     """
     found: Any = None
     cause: Exception | None = None

@@ -1,4 +1,4 @@
-"""Activation offload for models sharded by FSDP1 or FSDP2, under the function name that verl and ms-swift use."""
+"""Activation offload for models sharded with FSDP1 or FSDP2, with the function name that verl and ms-swift use."""
 
 import dataclasses
 
@@ -27,16 +27,16 @@ def enable_activation_offloading(
 
     Args:
         model: Model sharded by `fully_shard` or wrapped in `FullyShardedDataParallel`.
-        strategy: `fsdp` for FSDP1, `fsdp2` for `fully_shard`. The sharding is detected from the model.
+        strategy: `fsdp` or `fsdp2`. Any other value is an error. The model itself determines which kind of FSDP is used.
         enable_ckpt: Whether to checkpoint the layers.
-        config: Offload options. If offload is disabled, nothing changes, and no layer is checkpointed either.
+        config: Offload options. If they disable offload, the model is unchanged, and no layer is checkpointed.
 
     Returns:
-        The offload handle. Its `remove` and `close` also end the checkpointing.
+        The offload handle. Its methods `remove` and `close` also disable the checkpointing.
 
     Raises:
-        ConfigError: `strategy` is unknown, FSDP shards no part of the model, or the model is already offloaded with other
-            arguments.
+        ConfigError: `strategy` is unknown, no submodule of the model is an FSDP unit, or the model is already offloaded with
+            other arguments.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(
@@ -47,7 +47,7 @@ def enable_activation_offloading(
         dataclasses.replace(unit, module=unwrap(unit.module), is_checkpointed=enable_ckpt) for unit in find_fsdp_units(model)
     ]
     if not units:
-        raise ConfigError(f"FSDP shards no part of {type(model).__name__} as its own unit. Shard its layers before this call.")
+        raise ConfigError(f"No submodule of {type(model).__name__} is an FSDP unit. Shard its layers before this call.")
     handle = offload_sites(model, units, config)
     if enable_ckpt and handle.config.enabled:
         for module in model.modules():

@@ -1,4 +1,4 @@
-"""Measures the link between a device and its host: copies in each direction, in both at once, and during matrix products."""
+"""Measures copy rates between a device and its host, and by how much copies slow down matrix products."""
 
 from collections.abc import Sequence
 
@@ -12,16 +12,16 @@ SIZES = tuple(size * KIB for size in (64, 256)) + tuple(size * MIB for size in (
 """Copy sizes in bytes, from latency-bound to bandwidth-bound."""
 
 QUICK_SIZES = (64 * KIB, 16 * MIB)
-"""Copy sizes for a plan at the start of training: 16 MiB copies nearly reach the rate of larger ones and need little memory."""
+"""Copy sizes to measure at the start of training. Copies of 16 MiB are nearly as fast as larger ones and need little memory."""
 
 _BATCH_BYTES = 64 * MIB
-"""Bytes to copy per timing, within `_MOST_COPIES`, so that the microseconds of event overhead do not matter."""
+"""Bytes to copy per timing, in at most `_MOST_COPIES` copies. The few microseconds of event overhead are then negligible."""
 _MOST_COPIES = 256
 _REPEATS = 3
-"""Repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
+"""Number of repeats of each timing. The fastest repeat is used, since other load only lowers the rate."""
 
 _PRODUCT_SIZE = 4096
-"""Rows of the square matrices. On an H100, one bf16 product takes a quarter of a millisecond."""
+"""Number of rows and columns of the matrices. On an H100, one bf16 product takes a quarter of a millisecond."""
 _PRODUCTS = 40
 
 
@@ -45,7 +45,7 @@ def measure_link(device: Device, *, sizes: Sequence[int] = SIZES) -> LinkProfile
 
 
 class _Buffers:
-    """Host and device buffers, separate for each direction."""
+    """One host buffer and one device buffer for each copy direction."""
 
     def __init__(self, device: Device, size_bytes: int) -> None:
         self.device = device
@@ -69,7 +69,7 @@ class _Buffers:
             device.copy_bytes(destination=destination, source=source, stream=stream)
 
     def time_copies(self, size_bytes: int, count: int, directions: Sequence[bool]) -> float:
-        """Copy `count` times in all `directions` concurrently, and return the seconds of the slower direction."""
+        """Run `count` copies in each of `directions` concurrently. Return the seconds that the slower direction takes."""
         device = self.device
         streams = [device.d2h_stream if to_host else device.h2d_stream for to_host in directions]
         starts = [device.record_event(stream, is_timed=True) for stream in streams]

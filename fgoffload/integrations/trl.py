@@ -1,9 +1,9 @@
-"""Replaces TRL's activation offload: `import fgoffload.integrations.trl` in the script, and turn on TRL's switch.
+"""Replaces TRL's activation offload. Import this module in the script, and enable `activation_offloading` in TRL's config.
 
     import fgoffload.integrations.trl
     trainer = SFTTrainer(model, SFTConfig(activation_offloading=True, ...), ...)
 
-TRL's SFT, DPO, KTO and reward trainers enter `maybe_activation_offload_context` around each training step.
+TRL's SFT, DPO, KTO and reward trainers run each training step in the context manager of the replaced function.
 """
 
 import logging
@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingSteps:
-    """Context manager around the training steps of one model. Offload starts in the first step."""
+    """Context manager for the training steps of one model. Offload starts in the first step."""
 
     def __init__(self, model: torch.nn.Module, config: TransferConfig) -> None:
         self._model = weakref.ref(model)
         self._config = config
         self.handle: ModelOffload | None = None
-        """Handle of the offload; None before the first step."""
+        """Offload handle. None before the first step."""
 
     def __enter__(self) -> None:
         """Offload the layers. By now the trainer has wrapped the model and enabled checkpointing."""
@@ -55,12 +55,12 @@ def get_act_offloading_ctx_manager(
         model: Model whose layers are offloaded.
         use_pin_memory: Whether to pin host memory.
         use_streams: Ignored. Copies always have their own streams.
-        min_offload_size: Minimum bytes of an offloaded storage. Smaller storages stay on the GPU.
+        min_offload_size: Minimum size of an offloaded storage in bytes. Smaller storages stay on the GPU.
         max_fwd_stash_size: Ignored. `TransferConfig.window_bytes` limits the bytes in flight.
         warn_if_no_head: Ignored. The head is not a layer, so its activations stay on the GPU.
     """
     if not use_streams or max_fwd_stash_size:
-        logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload uses streams and limits bytes in flight.")
+        logger.warning("use_streams and max_fwd_stash_size have no effect: fgoffload uses its own streams and limits.")
     memory = HostMemory.PINNED if use_pin_memory else HostMemory.PAGEABLE
     return TrainingSteps(model, TransferConfig(host_memory=memory, min_offloaded_bytes=min_offload_size))
 

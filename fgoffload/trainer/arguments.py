@@ -41,17 +41,17 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""Megatron-LM's flags whose names differ from their config fields, keyed by field."""
+"""Megatron-LM's flags that are named differently from the config field they set, keyed by field."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Megatron-LM fuses SwiGLU by default, and the fused kernel saves less for backward.
     "--swiglu": {"gated_linear_unit": True, "activation_func": torch.nn.functional.silu, "bias_activation_fusion": True},
     "--recompute-activations": {"recompute_granularity": "selective"},
 }
-"""Fields that a single flag of Megatron-LM sets, with their values. A field's own flag takes precedence."""
+"""Config fields and values that one Megatron-LM flag sets, keyed by flag. A field's own flag takes precedence."""
 
 _NEVER_IGNORED = ("--nproc", "--nnodes", "--help")
-"""Prefixes of flags that are never ignored, because their users expect several processes or a help text."""
+"""Prefixes of flags that raise an error, since ignoring a request for several processes or for help would mislead the user."""
 
 _OPTIMIZER_FLAGS = frozenset(
     f"--{name}"
@@ -63,10 +63,10 @@ _OPTIMIZER_FLAGS = frozenset(
 """Flags that the planner reads but the trainer, which has its own optimizer, ignores."""
 
 _OFFLOAD_FIELDS = {field.name for field in dataclasses.fields(OffloadConfig)} | {"fine_grained_activation_offloading"}
-"""Fields of Megatron's config that `add_fine_grained_offload_args` covers."""
+"""Fields of Megatron's config for which `add_fine_grained_offload_args` adds the flags."""
 
 _MLA_FIELDS_OF_TRAINING = frozenset({"rotary_base", "rotary_percent"})
-"""Fields of Megatron's latent-attention config that `TrainingArguments` has for all models."""
+"""Fields of Megatron's latent-attention config that are fields of `TrainingArguments`, since they apply to all models."""
 
 _MLA_DEFAULTS: Mapping[str, Any] = {
     "q_lora_rank": None,
@@ -83,7 +83,7 @@ _MLA_DEFAULTS: Mapping[str, Any] = {
 megatron/training/arguments.py, and `TransformerConfig` for norms, both in 0.16.1 and unchanged in 0.20."""
 
 _REQUIRED = {"seq_length": 256, "micro_batch_size": 1, "num_layers": 4, "hidden_size": 128, "num_attention_heads": 8}
-"""Required fields with example values."""
+"""Required fields, each with an example value for the error message."""
 
 
 def parse_arguments(
@@ -98,8 +98,8 @@ def parse_arguments(
 
     Args:
         argv: Flags of Megatron-LM. Later flags override earlier ones.
-        source: Name of the source of `argv`, for errors.
-        world_size: Number of processes; None for the minimum that holds one copy of the model.
+        source: Where `argv` comes from, for error messages.
+        world_size: Number of processes. None means the minimum for one copy of the model.
         typed: Additional flags from the command line, which override `argv`.
         known_elsewhere: Command-line flags that other code parses. Error messages may suggest them after a typo.
 
@@ -137,10 +137,10 @@ def parse_arguments(
 
 
 def build_transformer_config(arguments: TrainingArguments, *, offload: OffloadConfig | None) -> Any:
-    """Return Megatron's TransformerConfig for `arguments`. Offload tags that Megatron does not accept are left out.
+    """Return Megatron's TransformerConfig for `arguments`. Omits offload tags that Megatron does not accept.
 
     Raises:
-        ConfigError: Megatron rejects the combination. The error includes Megatron's message.
+        ConfigError: Megatron rejects the combination of flags. The error includes Megatron's message.
     """
     module = load_module(_CONFIG_MODULE)
     fields = dict(arguments.transformer)

@@ -1,9 +1,9 @@
-"""Times steps with plans and baseline steps in alternation, to measure how much copies slow down a launch-bound step.
+"""Alternates between baseline steps and steps with plans, to measure how much copies slow down a launch-bound step.
 
 [Note: Compared plans]
-The first plan offloads, in all layers, the largest tags whose copies compute can hide. It adds little CPU work besides copies.
-The second plan is for a budget halfway between the peaks of full recompute and the baseline, and adds much more CPU work. Plans
-without copies are skipped. The baseline and the plans alternate every few steps, because a host's speed changes every minute.
+The first plan offloads, in all layers, the largest tags whose copies can overlap with compute. Besides these copies, it adds
+little CPU work. The second plan is for a budget halfway between the peaks of full recompute and the baseline, and adds much
+more CPU work. Plans without copies are skipped. The steps alternate because a host's speed changes from minute to minute.
 """
 
 import collections
@@ -53,9 +53,9 @@ def compare_steps(
     host_budget_bytes: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[ComparedStep, ...]:
-    """Time steps with plans and baseline steps in alternation. All processes must call this and get the same result.
+    """Time baseline steps and steps with plans in alternation. All processes must call this, and get the same result.
 
-    If planning fails, or a lone process runs out of memory, log a warning and return an empty tuple.
+    If planning fails, or a single-process run runs out of GPU memory, log a warning and return an empty tuple.
     """
     measurement.stop_watching()
     measurement.apply(NOTHING)
@@ -117,7 +117,7 @@ def choose_plans(profile: Profile, host_budget_bytes: int) -> tuple[OffloadPlan,
 
 
 def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return a plan that offloads, in all layers, the largest tags whose copies compute can hide."""
+    """Return a plan that offloads, in all layers, the largest tags whose copies can overlap with compute."""
     tags = default_tags()
     keeping_s = simulate(ranks, NOTHING).step_s
     best = NOTHING
@@ -143,7 +143,7 @@ def _offload_hidden_tags(ranks: Sequence[RankModel], host_budget_bytes: int) -> 
 
 
 def _plan_for_middle(ranks: Sequence[RankModel], host_budget_bytes: int) -> OffloadPlan:
-    """Return the plan for a budget halfway between full recompute and the baseline, or the empty plan if none fits."""
+    """Return a plan for a budget halfway between the peaks of full recompute and the baseline, or `NOTHING` if none fits."""
     peaks_bytes = [simulate(ranks, plan).peak_bytes for plan in (NOTHING, FULL_RECOMPUTE.make_plan(ranks))]
     try:
         return solve(ranks, budget_bytes=sum(peaks_bytes) // 2, host_budget_bytes=host_budget_bytes).plan

@@ -18,11 +18,11 @@ from fgoffload.trainer.training_arguments import TrainingArguments
 from fgoffload.units import MIB
 
 MAX_TEXT_BYTES = 4 * MIB
-"""Maximum number of bytes to load."""
+"""Maximum number of bytes to load. Later text is ignored."""
 
 
 class Microbatch(NamedTuple):
-    """Inputs of one forward pass. All tensors are `[b, s]` (sequences, tokens)."""
+    """Inputs of one forward pass. All tensors have the shape `[b, s]` (sequences, tokens)."""
 
     tokens: torch.Tensor
     """Model input, int64."""
@@ -37,7 +37,7 @@ class Microbatch(NamedTuple):
 class TokenSource(abc.ABC):
     """Source of a training run's microbatches."""
 
-    def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens have no length
+    def check_length(self, seq_length: int) -> None:  # noqa: B027 - random tokens are never too few
         """Raise ConfigError if the text is too short for one sequence."""
 
     @abc.abstractmethod
@@ -101,7 +101,7 @@ class TextData(TokenSource):
 
     @classmethod
     def load(cls, path: Path | None = None) -> "TextData":
-        """Load at most `MAX_TEXT_BYTES` from a file, or from all files of a folder in name order.
+        """Load at most `MAX_TEXT_BYTES` from a file, or from all files in a folder, sorted by name.
 
         Without `path`, load the source of Python's standard library.
 
@@ -111,7 +111,7 @@ class TextData(TokenSource):
         if path is None:
             files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
             return cls(_read(iter(files)), name="Python standard library")
-        fix = "Use a text file or a folder of them, or remove --data."
+        fix = "Use a text file or a folder of text files, or remove --data."
         if not (path.is_file() or path.is_dir()):
             raise ConfigError(f"--data {path} {'is not a regular file' if os.path.exists(path) else 'does not exist'}. {fix}")
         try:
@@ -135,7 +135,7 @@ class TextData(TokenSource):
             )
 
     def draw_rows(self, generator: random.Random, sequences: int, length: int) -> torch.Tensor:
-        """Return sequences from random positions of the text, on the CPU."""
+        """Return sequences that start at random positions in the text, as a CPU tensor."""
         starts = [generator.randrange(len(self) + 1 - length) for _ in range(sequences)]
         return torch.stack([self._bytes[start : start + length] for start in starts]).to(torch.int64)
 

@@ -1,4 +1,4 @@
-"""Forward step for Megatron's schedules, which runs a microbatch through a model chunk."""
+"""Forward step for Megatron's schedules: runs a microbatch through a model chunk."""
 
 import functools
 import itertools
@@ -80,7 +80,7 @@ def _unwrap(chunk: Any) -> Any:
 
 
 def find_packed_bounds(length: int, multiple: int = 1) -> list[int]:
-    """Return the bounds of three packed sequences: a half, a quarter and a quarter of `length` tokens."""
+    """Return the bounds of packed sequences with 1/2, 1/4 and 1/4 of `length` tokens, rounded to multiples of `multiple`."""
     parts = length // multiple
     return [multiple * bound for bound in sorted({0, parts // 2, 3 * parts // 4, parts})]
 
@@ -100,7 +100,7 @@ def find_context_parallel_tokens(bounds: Sequence[int], *, rank: int, size: int)
 
 
 def _restart_positions(position_ids: torch.Tensor, bounds: Sequence[int]) -> torch.Tensor:
-    """Restart positions, `[b, s]`, at 0 in every packed sequence."""
+    """Return the positions, `[b, s]`, restarted at 0 in every packed sequence."""
     starts = torch.zeros(position_ids.shape[1], dtype=position_ids.dtype)
     for begin, end in itertools.pairwise(bounds):
         starts[begin:end] = begin

@@ -13,13 +13,13 @@ from fgoffload.integrations.megatron.patching.imports import ignore_expected_war
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _MAX_DIGEST_THREADS = 8
-"""Maximum number of threads. Each holds a copy of one tensor, and all ranks of a machine share its memory and cores."""
+"""Maximum number of hashing threads. Each holds a copy of a tensor, and all ranks share their machine's memory and cores."""
 
 
 def wrap_chunks(chunks: Sequence[torch.nn.Module], config: Any, arguments: TrainingArguments) -> list[Any]:
     """Wrap each model chunk for data parallelism.
 
-    Gradients accumulate in `main_grad` of each parameter, and Megatron reduces them over all groups at the end of backward.
+    Gradients accumulate in each parameter's `main_grad`, and Megatron reduces them over all groups at the end of backward.
     For bitwise comparison, communication does not overlap with compute, and optimizer state is not sharded.
     """
     distributed = load_module("megatron.core.distributed")
@@ -47,7 +47,7 @@ def release_graphs(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 class MainGradOptimizer:
-    """AdamW for gradients in `main_grad`."""
+    """AdamW that reads gradients from `main_grad`."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], *, lr: float) -> None:
         self._parameters = list(parameters)
@@ -56,7 +56,7 @@ class MainGradOptimizer:
     def step(self) -> None:
         """Update the parameters."""
         for parameter in self._parameters:
-            # AdamW requires gradients of the parameter's type. `to` copies only if the types differ.
+            # AdamW requires gradients of the parameter's dtype. `to` copies only if the dtypes differ.
             parameter.grad = get_main_grad(parameter).to(parameter.dtype)
         self._optimizer.step()
         # Otherwise, autograd would accumulate into `grad`, which may be a view of the wrapper's buffer.

@@ -1,4 +1,4 @@
-"""Checks that this version and the installed packages support a training run or a plan, before the model is built."""
+"""Checks whether this version and the installed packages support a training run or a plan, before the model is built."""
 
 import os
 from collections.abc import Iterator
@@ -117,7 +117,7 @@ def check_plan_file(path: Path, arguments: TrainingArguments, config: Any) -> No
     plan, name = OffloadPlan.load(path), f"--offload-plan {path}"
     step = {
         TOKENS: arguments.seq_length * arguments.micro_batch_size,
-        MICROBATCHES: arguments.num_microbatches,  # after the batch-size ramp-up
+        MICROBATCHES: arguments.num_microbatches,  # the number after the batch-size ramp-up
     }
     with naming_plan_file(path):
         plan.check_made_for({**read_facts(config), **step})

@@ -1,6 +1,6 @@
 """Runs Megatron-Core's own offload engine, for comparison with ours.
 
-It needs a separate process, because Transformer Engine reads `NVTE_CPU_OFFLOAD_V1=1` only at import.
+Megatron's engine needs a separate process, because Transformer Engine reads `NVTE_CPU_OFFLOAD_V1=1` only at import.
 """
 
 from collections.abc import Iterator

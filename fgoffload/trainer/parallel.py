@@ -1,4 +1,4 @@
-"""Sets up the processes of a training run: groups, device, seeds, and global state of Megatron."""
+"""Sets up the processes of a training run: groups, device, seeds, and Megatron's global state."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from fgoffload.planner.timing.profile import CPU
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 ATTENTION_BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
-"""Environment variables that Megatron's model sets for Transformer Engine. A model with another backend would reject them."""
+"""Environment variables that Megatron's model sets for Transformer Engine. A later model with another backend rejects them."""
 
 
 def join_processes(*, rank: int, world_size: int, local_rank: int, store: Path | None = None) -> None:
@@ -52,7 +52,7 @@ def initialize_parallel(arguments: TrainingArguments) -> None:
     This ignores launcher variables such as `WORLD_SIZE` and `RANK`. To use them, call `join_processes` first.
 
     Raises:
-        ConfigError: The arguments are for another number of processes.
+        ConfigError: The arguments are for a different number of processes.
     """
     parallel_state = load_module("megatron.core.parallel_state")
     if not torch.distributed.is_initialized():
@@ -83,7 +83,7 @@ def destroy_parallel() -> None:
 
 
 def get_device() -> torch.device:
-    """Return the current GPU, or the CPU without one."""
+    """Return the current GPU, or the CPU if there is no GPU."""
     return torch.device("cpu") if needs_cpu_support() else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -120,7 +120,7 @@ def clear_megatron_buffers() -> None:
 
 @contextlib.contextmanager
 def use_deterministic_algorithms() -> Iterator[None]:
-    """Make torch and Transformer Engine use deterministic kernels. For ops without any, torch only warns."""
+    """Make torch and Transformer Engine use deterministic kernels. For ops that have none, torch only warns."""
     was_enabled = torch.are_deterministic_algorithms_enabled()
     was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     # cuBLAS reads this variable at the first matrix product. Its results are deterministic only with this setting.
@@ -139,7 +139,7 @@ def use_deterministic_algorithms() -> Iterator[None]:
 def get_router_losses() -> MutableMapping[str, Any]:
     """Return Megatron's own mapping of router losses, so that callers can clear it."""
     utils = load_module("megatron.core.transformer.moe.moe_utils")
-    # In the development branch, `get_moe_layer_wise_logging_tracker` returns a copy.
+    # In Megatron's development branch, `get_moe_layer_wise_logging_tracker` returns a copy.
     find_tracker = getattr(utils, "get_moe_metrics_tracker", None)
     losses: MutableMapping[str, Any] = find_tracker().metrics if find_tracker else utils.get_moe_layer_wise_logging_tracker()
     return losses

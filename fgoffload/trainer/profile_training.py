@@ -1,4 +1,4 @@
-"""Profiles a training run: a few plain steps, a warm-up step, the measured step and, on a GPU, steps with plans."""
+"""Profiles a training run: times baseline steps, measures one step in detail and, on a GPU, times steps with plans."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from fgoffload.units import TIB
 logger = logging.getLogger(__name__)
 
 PLAIN_STEPS = 3
-"""Number of plain steps, timed without profiling, after one warm-up step."""
+"""Number of timed baseline steps without offload or profiling. They follow one warm-up step."""
 
 
 def profile_link() -> Profile:
@@ -48,7 +48,7 @@ def profile_training(
     """Profile a training run. All processes of the run must call this, and each gets the same profile.
 
     Of the offload options, only the minimum tensor size and the host budget are used. `on_step` is called after each step
-    except the plain steps.
+    except the baseline steps at the beginning, which are not profiled.
 
     Raises:
         ConfigError: This version or machine does not support the arguments.
@@ -60,7 +60,7 @@ def profile_training(
         )
         arguments = arguments.without_graphs()
     link = profile_link().link
-    # Deterministic kernels are slower, and some save other tensors.
+    # Deterministic kernels are slower, and some save different tensors for backward.
     policy = TrainingPolicy(is_deterministic=False, has_optimizer=has_optimizer)
     plain_step_s = max(gather(_time_plain_step(arguments, text, policy)))
     config = _choose_offload(arguments.offload)
@@ -105,18 +105,18 @@ def _measure_ranks(trainer: Trainer, measurement: StepMeasurement, on_step: Call
 def _add_compared_steps(
     trainer: Trainer, measurement: StepMeasurement, profile: Profile, on_step: Callable[[], None]
 ) -> Profile:
-    """Add timed steps with plans to `profile`, and average the baseline step times of the two models."""
+    """Add the times of steps with plans to `profile`. Average the baseline step times of the plain and profiled models."""
     host_bytes = min(gather(trainer.integration.engine.arena.budget_bytes))
     steps = compare_steps(trainer, measurement, profile, host_budget_bytes=host_bytes, on_step=on_step)
     if steps and profile.plain_step_s is not None:
-        # Step times differ between builds of the same model, by 2 to 3% if launch-bound (docs/decisions.md).
+        # Two instances of the same model differ in step time, by 2 to 3% if launch-bound.
         seconds = statistics.fmean([profile.plain_step_s, steps[0].keeping_step_s])
         profile = dataclasses.replace(profile, plain_step_s=seconds)
     return dataclasses.replace(profile, compared_steps=steps)
 
 
 def _time_plain_step(arguments: TrainingArguments, text: TokenSource, policy: TrainingPolicy) -> float:
-    """Return the median time in seconds of plain baseline steps, and free their model."""
+    """Return the median time in seconds of steps without offload or profiling, and free their model."""
     with contextlib.closing(Trainer(arguments, text, offload=None, policy=policy)) as trainer:
         trainer.run_step(with_digests=False)
         seconds = [trainer.run_step(with_digests=False).seconds for _ in range(PLAIN_STEPS)]

@@ -1,4 +1,4 @@
-"""Results of steps, and a comparison of two training runs."""
+"""Results of training steps, and a comparison of the steps of two training runs."""
 
 import dataclasses
 import math
@@ -17,11 +17,11 @@ class StepResult:
     gradient_digests: Mapping[str, str]
     """SHA-256 of each reduced gradient's bytes, keyed by chunk and parameter name. Empty if not requested."""
     seconds: float
-    """Seconds from the start of forward until the device has finished the optimizer step, without the digests."""
+    """Seconds from the start of forward until the device has finished the optimizer step, excluding the digests."""
 
     @property
     def loss(self) -> float:
-        """The mean loss over the microbatches; NaN without losses."""
+        """Mean loss over the microbatches, or NaN without losses."""
         return statistics.fmean(self.losses) if self.losses else math.nan
 
 
@@ -46,7 +46,7 @@ def find_differences(before: Sequence[StepResult], after: Sequence[StepResult]) 
 def _find_loss(one: StepResult, other: StepResult) -> str | None:
     if len(one.losses) != len(other.losses):
         return f"{len(one.losses)} and {len(other.losses)} losses"
-    # Compare the hex forms, because for `==`, -0.0 equals 0.0 and a NaN differs from itself.
+    # Compare hex strings, because `==` treats -0.0 as equal to 0.0, and NaN as different from itself.
     pairs = enumerate(zip(one.losses, other.losses, strict=True))
     return next((f"microbatch {index + 1}" for index, (first, second) in pairs if first.hex() != second.hex()), None)
 

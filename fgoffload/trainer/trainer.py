@@ -1,4 +1,4 @@
-"""Trains Megatron-Core's GPT model with its schedules and parallelism, and a plain optimizer.
+"""Trains Megatron-Core's GPT model with Megatron's schedules and parallelism, and with torch's AdamW.
 
 By default, two trainers with the same arguments and text compute bitwise identical losses and gradients, with and without
 offload.
@@ -74,7 +74,7 @@ class Trainer:
         self.text = text
         self.policy = policy
         self.integration: Any = None
-        """Our Megatron-Core integration; None without offload or with Megatron's own engine."""
+        """Our Megatron-Core integration. None without offload or with Megatron's own engine."""
         self.chunks: list[torch.nn.Module] = []
         """Model chunks of this rank, without the data-parallel wrapper."""
         self.graphs = choose_graphs(arguments)
@@ -111,7 +111,7 @@ class Trainer:
         if offload is not None and self.policy.uses_megatrons_engine:
             megatron_engine.prepare(offload, config)
             self._cleanup.callback(megatron_engine.reset)
-        # Local norms are fp32 regardless of the config. Megatron-LM also converts the whole model.
+        # Megatron creates its local norm layers in fp32, so convert the whole model, as Megatron-LM does.
         self.chunks = [chunk.to(self._device, dtype=config.params_dtype) for chunk in build_chunks(arguments, config)]
         with self.graphs.wrapping():
             self._wrapped_chunks = wrap_chunks(self.chunks, config, arguments)
@@ -142,7 +142,7 @@ class Trainer:
         losses = self._run_schedule(count, is_evaluation=False)
         digests: dict[str, str] = {}
         if with_digests:
-            # Threads copy on their own streams, so backward must be done. Hashing is not part of the step time.
+            # The hashing threads copy on their own streams, so backward must be done. Hashing is not part of the step time.
             self._synchronize()
             hashing = time.perf_counter()
             digests = digest_tensors({name: get_main_grad(parameter) for name, parameter in self.named_parameters()})
@@ -171,7 +171,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def observe(self, ledger: ActivationLedger) -> Iterator[None]:
-        """Count the body's activations in `ledger`, except tensors that other saved-tensor hooks handle."""
+        """Count the activations of the `with` block in `ledger`, except tensors that other saved-tensor hooks handle."""
         engine = contextlib.nullcontext() if self.integration is None else self.integration.engine.observe(ledger)
         with engine, ledger.watch():
             yield
@@ -202,7 +202,7 @@ class Trainer:
             batch = self.text.get_microbatch(arguments, step=step, microbatch=microbatch, data_parallel_rank=rank, split=split)
             return self._forward_step.prepare(batch)
 
-        # Each chunk of a stage reads the same microbatches.
+        # All chunks of a stage read the same microbatches.
         iterators = [map(prepare, range(count)) for _ in self._wrapped_chunks]
         with ignore_expected_warnings():
             reports = self.graphs.get_schedule()(

@@ -47,12 +47,12 @@ class TrainingArguments:
     train_iters: int = 10
     lr: float = 1e-3
     seed: int = 1234
-    """Seed of weights, dropout and the order of the data. Source: Megatron-LM's default."""
+    """Seed for weight initialization, dropout and data order. Source: Megatron-LM's default."""
     position_embedding_type: Literal["learned_absolute", "rope", "none"] = "learned_absolute"
     rotary_base: int = 10000
     """Base period of rotary embeddings."""
     rotary_percent: float = 1.0
-    """Fraction of a head that rotary embeddings rotate."""
+    """Fraction of each attention head's channels that rotary embeddings rotate."""
     vocab_size: int = _BYTE_VALUES
     """Vocabulary size before padding."""
     make_vocab_size_divisible_by: int = 128
@@ -61,12 +61,12 @@ class TrainingArguments:
     rampup_batch_size: list[int] | None = None
     """START, INCREMENT and SAMPLES: the global batch grows from START by INCREMENT until SAMPLES sequences are seen."""
     accumulate_allreduce_grads_in_fp32: bool = False
-    """Accumulate and reduce gradients in fp32, regardless of the parameters' type."""
+    """Accumulate and reduce gradients in fp32, regardless of the parameters' dtype."""
     packed_sequences: bool = False
     """Pack several shorter sequences, which do not attend to each other, into one. Megatron-LM has no flag for this."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError for settings that Megatron's own config does not check."""
+        """Raise ConfigError for invalid settings that Megatron's own config does not detect."""
         checks = (self._check_sizes, self._check_ranges, self._check_layers, self._check_processes, self._check_batch)
         for check in checks:
             for fault in check():
@@ -129,7 +129,7 @@ class TrainingArguments:
 
     @property
     def steps_until_replay(self) -> int:
-        """Number of eager steps and capture steps before all steps replay graphs; 0 without graphs."""
+        """Number of eager steps and capture steps before every step replays graphs. 0 without graphs."""
         return self.cuda_graph_warmup_steps + 1 if self.captures_graphs else 0
 
     @property
@@ -161,12 +161,12 @@ class TrainingArguments:
 
     @property
     def sequence_shares(self) -> int:
-        """Number of parts into which sequence- and context-parallel ranks split a sequence; must divide `seq_length`."""
+        """Number of parts into which sequence- and context-parallel ranks split a sequence. It must divide `seq_length`."""
         shares = self.tensor_parallel_size if self.transformer.get("sequence_parallel") else 1
         return shares * (2 * self.context_parallel_size if self.context_parallel_size > 1 else 1)
 
     def count_microbatches(self, consumed_samples: int) -> int:
-        """Return the number of microbatches per rank in the step after `consumed_samples` sequences, with the ramp-up.
+        """Return the number of microbatches per rank in the step after `consumed_samples` sequences, including any ramp-up.
 
         Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron-core 0.16.1.
         """
@@ -178,7 +178,7 @@ class TrainingArguments:
         return batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     def without_graphs(self) -> "TrainingArguments":
-        """Return the same run with eager steps only."""
+        """Return the arguments of the same run without CUDA graphs."""
         fields = {name: value for name, value in self.transformer.items() if name not in GRAPH_FIELDS}
         return dataclasses.replace(self, transformer=MappingProxyType(fields))
 
@@ -196,11 +196,11 @@ class TrainingArguments:
 
     def _check_ranges(self) -> Iterator[str]:
         if not (math.isfinite(self.lr) and self.lr >= 0):
-            yield f"--lr {self.lr} is not a learning rate. Use a finite number of 0 or more, for example 1e-3."
+            yield f"--lr {self.lr} is not a valid learning rate. Use a finite number that is at least 0, for example 1e-3."
         if not 0 <= self.seed <= _MAX_SEED:
             yield f"--seed {self.seed} is not between 0 and {_MAX_SEED}. Use a seed in that range, for example 1234."
         if not 0 < self.rotary_percent <= 1:
-            yield f"--rotary-percent {self.rotary_percent} is not a fraction of a head. Use a number above 0 and up to 1."
+            yield f"--rotary-percent {self.rotary_percent} is not a valid fraction. Use a number above 0 and at most 1."
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0 <= self.transformer.get(name, 0) <= 1:
                 yield f"{to_flag(name)} {self.transformer[name]} is not between 0 and 1. Use a probability, for example 0.1."
@@ -220,7 +220,7 @@ class TrainingArguments:
         is_rotary = self.position_embedding_type == "rope" and not self.transformer.get("multi_latent_attention")
         if channels < 1 or (is_rotary and channels % 2):
             yield (
-                f"--kv-channels {channels} (default: --hidden-size over --num-attention-heads) must be above 0 and, with "
+                f"--kv-channels {channels} (default: --hidden-size / --num-attention-heads) must be above 0 and, with "
                 f"--position-embedding-type rope, even. Use --kv-channels {channels + 1}."
             )
         experts = self.transformer.get("num_moe_experts")
@@ -242,7 +242,7 @@ class TrainingArguments:
                 needed = math.lcm(model, experts)
                 yield (
                     f"{subject} {size} processes ({factors} parallel sizes), but this run has {self.world_size}. "
-                    f"Start a multiple of {needed} with torchrun --nproc-per-node {needed} -m fgoffload train, "
+                    f"Start a multiple of {needed} processes with torchrun --nproc-per-node {needed} -m fgoffload train, "
                     "or plan without GPUs with fgoffload plan."
                 )
 
@@ -281,7 +281,7 @@ class TrainingArguments:
         if not is_three:
             yield f"{given} is not three positive numbers. Use START, INCREMENT and SAMPLES."
         elif not multiples:
-            yield f"{given}: START or INCREMENT is not a multiple of {one}. Use multiples."
+            yield f"{given}: START or INCREMENT is not a multiple of {one}. Use multiples of it."
         elif self.global_batch_size not in batch_sizes[1:]:
             yield (
                 f"{given} never reaches --global-batch-size {self.global_batch_size}. Choose a START below it, and an "

@@ -39,7 +39,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def wrapping(self) -> Iterator[None]:
-        """Run the body, which creates the data-parallel wrapper, on a stream that is allowed during capture."""
+        """Run the `with` block, which creates the data-parallel wrapper, on a stream that is allowed during capture."""
         if not self._arguments.captures_graphs:
             yield
             return
@@ -117,7 +117,7 @@ class _LayerGraphs(Graphs):
 
     def start(self, chunks: Sequence[Any], config: Any) -> None:
         super().start(chunks, config)
-        # The capture reads the number of microbatches per step.
+        # The capture reads the number of microbatches per step from this global calculator.
         load_module("megatron.core.num_microbatches_calculator").init_num_microbatches_calculator(
             rank=1,  # only rank 0 logs
             rampup_batch_size=None,
@@ -201,5 +201,5 @@ _KINDS: dict[str, type[Graphs]] = {LOCAL: _LocalGraphs, TRANSFORMER_ENGINE: _Lay
 
 
 def choose_graphs(arguments: TrainingArguments) -> Graphs:
-    """Return the object that captures the graphs of `arguments`."""
+    """Return the object that captures the graphs that `arguments` select, or that runs all steps eagerly."""
     return _KINDS.get(arguments.cuda_graph_impl, Graphs)(arguments)

@@ -1,13 +1,13 @@
 """Handle of a model with a memory budget. Measures the model, makes a plan, and executes it.
 
-[Note: Steps of a budget] The first step offloads every part, and reruns each layer right after its forward to measure it. The
-second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. It also times
-the plan's 11th to 13th steps; in earlier steps, the engine compares re-saved storages (`engine/saved_registry.py`). It then
-corrects the planner's model with their peak and median time, and plans again, up to three times or until a plan is slower than
-the one before. Training then follows the fastest plan. The handle measures the peak of each step whose number, counted from the
-start of the plan, is a power of two, and corrects the plan if the peak exceeds the budget. All processes do so in the same
-steps, because they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
-measures the model again in that forward; several processes do so in the next compared step.
+[Note: Steps with a budget] The first step offloads every part, and reruns each layer right after its forward to measure it.
+The second step follows a plan. If one of a plan's first three steps exceeds the budget, the handle corrects the plan. The
+handle times the plan's 11th to 13th steps, since the engine still compares re-saved storages in earlier ones (see
+`engine/saved_registry.py`). It corrects the planner's model with their peak and median time, and plans again, up to three times
+or until a new plan is slower than the one before. Training then follows the fastest plan. In steps 16, 32, 64 and so on of any
+plan, the handle measures the peak and corrects the plan if it exceeds the budget. All processes do this in the same steps,
+because they exchange their readings. A forward whose input is larger than planned offloads everything. A single process
+measures the model again in that forward. Several processes do so in the next compared step.
 """
 
 import contextlib
@@ -89,7 +89,7 @@ class BudgetOffload(ModelOffload):
         self._meter: PeakMeter | None = None
         self._step = self._planned_at = self._corrections = 0
         self._measures = False
-        """Whether this step reruns each layer."""
+        """Whether this step reruns each layer to measure it."""
         self._planned_numel = self._tried_numel = self._numel = 0
         self._times_s: list[float] = []
         self._start_s, self._start_bytes = 0.0, 0
@@ -101,7 +101,7 @@ class BudgetOffload(ModelOffload):
         super().__init__(model, sites, config, device=device)
 
     def is_made_with(self, memory: Memory, config: TransferConfig | None, *, device: DeviceChoice, reserve: Memory) -> bool:
-        """Return whether `offload` with these arguments would create an equal handle."""
+        """Return whether this handle was created with the same arguments."""
         arguments = (memory, reserve, config or TransferConfig(), device)
         return arguments == (self._memory, self._reserve, self.config, self._device)
 
@@ -112,7 +112,7 @@ class BudgetOffload(ModelOffload):
         return describe(self.planned, budget_bytes=self._budget_bytes, reserve_bytes=self._reserve_bytes, name=self.name)
 
     def wrap(self, module: torch.nn.Module, forward: Callable[..., Any], inputs: Any, tag: str | None, layer: int) -> Any:
-        """Return `forward` itself, or a function that also recomputes, measures or watches it."""
+        """Return `forward` itself, or a wrapper that recomputes, measures or watches it."""
         if self._trial is not None and tag is not None and tag != LAYER:
             return functools.partial(self._trial.run_part, module, tag, forward)
         if self._trial is not None or is_inert():
@@ -129,14 +129,14 @@ class BudgetOffload(ModelOffload):
 
     @skip
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether the plan keeps this part of a layer, and no hooks or observers are active."""
+        """Return whether the plan keeps this part's activations on the GPU, and no hooks or observers are active."""
         if tag is None or self._trial is not None or has_hooks() or self.get_engine().observers:
             return False
         return not self._is_offloaded(layer, tag)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin_run(self, module: torch.nn.Module, inputs: Any, tag: str | None, layer: int) -> Any:
-        """Begin a region if the plan offloads this module. Otherwise keep its saved tensors out of the enclosing region."""
+        """Begin a region if the plan offloads this module. Otherwise, exclude its saved tensors from the enclosing region."""
         if self._trial is not None:
             return None
         if tag is None or is_inert() or self._is_offloaded(layer, tag):
@@ -219,7 +219,7 @@ class BudgetOffload(ModelOffload):
         return time.perf_counter()
 
     def _watch(self, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward. Read peak and time at the end of its backward, before the optimizer runs."""
+        """Run the model's forward. Read the peak memory and the time at the end of its backward, before the optimizer runs."""
         meter, loss = self._meter, self._loss
         with contextlib.nullcontext() if meter is None or loss is None else meter.watch():
             output = forward(*args, **kwargs)
@@ -232,7 +232,7 @@ class BudgetOffload(ModelOffload):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_forward(self) -> None:
-        """Free offloaded tensors before memory peaks in the backward of the loss, or keep those that backward needs first."""
+        """Cancel the last offloads, which backward would reload at once. If the plan says so, wait for earlier copies first."""
         forward = find_running(self)
         if forward is not None and self.planned is not None:
             forward.expect_backward(window_bytes=self.planned.plan.loss_window_bytes)
@@ -266,7 +266,7 @@ class BudgetOffload(ModelOffload):
         return output
 
     def _compare(self, meter: PeakMeter, *, has_gradients: bool) -> None:
-        """Plan after a measured step, or correct the plan after a compared step. All processes must call this together."""
+        """Make a plan after a measured step, or correct it after a compared step. All processes must call this together."""
         readings = gather(self._reading)
         if min(one.peak_bytes for one in readings) == 0:
             return  # no backward followed; if this forward was measured, the next one is measured instead
@@ -298,7 +298,7 @@ class BudgetOffload(ModelOffload):
         if not any(block.is_measured for block in blocks):
             why = next((block.whole.refusal for block in blocks), "the layers did not run, or ran inside their own checkpoint")
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: {why}. Every run of a layer must have the same effects. "
+                f"memory: no layer of {self.name} could be measured: {why}. A layer must do the same in every run. "
                 "For example, disable the key-value cache: model.config.use_cache = False."
             )
         engine = self.get_engine()
@@ -326,7 +326,7 @@ class BudgetOffload(ModelOffload):
         self._follow(planned)
 
     def _follow(self, planned: BudgetPlan, *, age: int = 0) -> None:
-        """Use a plan from now on. If its age in steps, `age`, is above `_LAST_TIMED`, its early steps are not compared."""
+        """Follow a plan that has been in use for `age` steps. Above `_LAST_TIMED`, its first steps are not compared again."""
         self.planned, self._planned_at, self._times_s = planned, self._step - age, []
         self._shared.clear()
         logger.info("%s", self.explain())
@@ -338,7 +338,7 @@ class BudgetOffload(ModelOffload):
             self._fastest = None if fastest is planned else fastest
         elif fastest is not None and fastest.step_s < planned.step_s:
             self._corrections = _MAX_CORRECTIONS
-            logger.info("%s returns to its previous plan, which was faster:", self.name)
+            logger.info("%s returns to an earlier plan, which was faster:", self.name)
             self._follow(fastest, age=_LAST_TIMED + 1)
             return
         else:
@@ -357,7 +357,7 @@ class BudgetOffload(ModelOffload):
             self._follow(found)
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive the policy as long as no plan exists. Later steps use the plan's policy."""
+        """Derive the transfer policy until a plan exists. Later steps use the plan's policy."""
         if self.planned is None:
             super()._derive_policy(lane)
 

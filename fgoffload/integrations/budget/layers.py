@@ -25,8 +25,8 @@ def find_parts(model: torch.nn.Module) -> list[ModuleSite]:
         inner = unwrap(layer)
         if any(isinstance(one, (FSDPModule, FullyShardedDataParallel)) for one in inner.modules() if one is not inner):
             raise ConfigError(
-                f"memory: FSDP shards submodules of {type(inner).__name__} separately, so a recompute would gather them again. "
-                "Shard whole layers, or select modules instead of a memory budget."
+                f"memory: FSDP shards submodules of {type(inner).__name__} separately, so a recompute would gather their "
+                "weights again. Shard whole layers, or select modules instead of a memory budget."
             )
         is_wrapped = hasattr(layer, "_orig_mod")
         sites.append(ModuleSite(layer if is_wrapped else inner, f"layer {number}", LAYER, number))
@@ -51,7 +51,7 @@ def _find_repeated(model: torch.nn.Module) -> list[torch.nn.Module]:
     if not found:
         raise ConfigError(
             f"memory: {type(model).__name__} has no repeated layers: no `_no_split_modules`, no FSDP units, and no list of "
-            "modules of one class. Select modules instead of a memory budget."
+            "modules of the same class. Select modules instead of a memory budget."
         )
     return found
 

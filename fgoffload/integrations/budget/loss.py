@@ -9,18 +9,18 @@ from fgoffload.integrations.pytorch.outputs import find_tensor
 
 
 class LossReading(NamedTuple):
-    """Time and memory of the loss, for one microbatch. The loss's forward ends with the model's forward."""
+    """Time and memory of the output layer and the loss, for one microbatch. Their forward ends with the model's forward."""
 
     forward_s: float = 0.0
     backward_s: float = 0.0
     forward_extra_bytes: int = 0
-    """Peak bytes of forward, minus the bytes before it."""
+    """Peak bytes during their forward, minus the bytes before it."""
     backward_extra_bytes: int = 0
-    """Peak bytes of backward, minus the bytes before forward."""
+    """Peak bytes during their backward, minus the bytes before their forward."""
 
 
 class LossMeter:
-    """Measures the time and memory of the loss in one step."""
+    """Measures the time and memory of the output layer and the loss in one step."""
 
     def __init__(self, device: Device, meter: PeakMeter) -> None:
         self._device, self._meter = device, meter

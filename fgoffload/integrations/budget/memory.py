@@ -25,7 +25,7 @@ class PeakMeter:
         self._peak_bytes = 0
 
     def watch(self) -> contextlib.AbstractContextManager[object]:
-        """Return a context manager for running a forward of the model."""
+        """Return a context manager in which the model's forward must run."""
         return contextlib.nullcontext()
 
     def read(self) -> tuple[int, int]:
@@ -43,7 +43,7 @@ class PeakMeter:
 
     @torch.no_grad()
     def count_new_gradients(self, module: torch.nn.Module) -> int:
-        """Return the bytes of the gradients that `module` does not have yet in this process."""
+        """Return the bytes of the gradients that a backward of `module` would allocate in this process."""
         missing = [one for one in module.parameters() if one.requires_grad and one.grad is None]
         local = [one.to_local() if isinstance(one, DTensor) else one for one in missing]
         return sum(one.numel() * one.element_size() for one in local)

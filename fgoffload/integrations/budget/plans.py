@@ -1,4 +1,4 @@
-"""Plans recompute and offload of measured layers, and corrects the plan with measurements of later steps."""
+"""Plans which parts of measured layers to recompute or offload, and corrects plans with measurements of later steps."""
 
 import dataclasses
 import statistics
@@ -22,12 +22,12 @@ _HEADROOM = 0.0075
 """Fraction of the budget that plans do not use, since peaks vary with the speed of the CPU. In
 docs/results/huggingface.md, a plan for 16 GiB had a peak of up to 16.03 GiB."""
 _SAFETY = 1.05
-"""The budget that an error suggests is the smallest plan's predicted peak times this factor. The first prediction counts the
-memory of the loss as static, and was up to 4% too small."""
+"""If no plan fits, the error suggests the smallest plan's predicted peak times this factor as the budget. The first prediction
+counts the memory of the loss as static, and was up to 4% too low."""
 
 _LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)
-"""Assumed CPU times of offload, for which the GPU waits in launch-bound parts of a step. Without them, plans prefer many
-small groups. Source: docs/results/host_overhead.md, and profiles of the steps in docs/results/huggingface.md."""
+"""Assumed CPU time per offloaded group and tensor. In launch-bound parts of a step, the GPU waits for it. Without this cost,
+plans prefer many small groups. Source: docs/results/host_overhead.md, and profiles of steps in docs/results/huggingface.md."""
 
 
 class StepReading(NamedTuple):
@@ -49,14 +49,14 @@ def merge_readings(readings: Sequence[StepReading]) -> StepReading:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class BudgetPlan:
-    """Plan with its predicted peak and time."""
+    """Plan with the predicted peak memory and time of a step."""
 
     plan: OffloadPlan
     peak_bytes: int
     step_s: float
     blocks: tuple[MeasuredBlock, ...]
     measured: StepReading | None = None
-    """Reading of the plan's last compared step. Its time is 0 in the first steps."""
+    """Reading of the plan's last compared step. Its `step_s` is 0 until all timed steps are done."""
     is_best_effort: bool = False
     """Whether the plan exceeded the budget, and no plan that fits was found."""
 
@@ -89,7 +89,7 @@ class Planner:
         self._rank = self._make_rank()
 
     def fit(self, plan: OffloadPlan, reading: StepReading) -> tuple[int, float]:
-        """Fit the loss, the static memory and the time outside the layers to the `reading` of a step of `plan`.
+        """Fit the loss, the static memory and the time outside the layers to `reading`, measured in a step that follows `plan`.
 
         A `reading` without a time affects only the memory. Returns the corrected prediction: peak bytes and seconds.
         """
@@ -107,7 +107,7 @@ class Planner:
         return reading.peak_bytes, found.step_s
 
     def _make_rank(self) -> RankModel:
-        """Return a rank with the layers, followed by the loss as a layer without saved tensors."""
+        """Return a rank model with the layers, followed by the loss as a layer without saved tensors."""
         rank = make_rank(
             self._layers,
             link=self._link,
@@ -160,7 +160,7 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
 
 
 def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
-    """Merge the layers of all processes, with the maximum of each time and size.
+    """Merge the layers of all processes. Each time and size is the maximum over the processes.
 
     A part that one process cannot recompute is never recomputed. Raises `ConfigError` if the processes have different layers.
     """
@@ -192,7 +192,7 @@ def _merge_parts(same: Sequence[Measured], choose: Callable[[list[float]], float
 
 
 def _make_layers(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -> list[MeasuredLayer]:
-    """Convert `blocks` to the planner's layers. Layers with the same saved storages share one kind and their median times."""
+    """Convert `blocks` to the planner's layers. Layers that save the same storages become one kind, with median times."""
     alike: dict[object, list[MeasuredBlock]] = {}
     keys = []
     for block in blocks:

@@ -37,7 +37,7 @@ class Measured:
     backward_s: float = 0.0
     backward_extra_bytes: int = 0
     input: int | None = None
-    """Index of the recompute's input in the layer's storages."""
+    """Index of the storage that a recompute of the module starts from, in `MeasuredBlock.storages`."""
     refusal: str | None = None
     """Reason why the module cannot be recomputed. None if it can."""
 
@@ -50,7 +50,7 @@ class MeasuredBlock:
     whole: Measured
     parts: dict[str, Measured]
     storages: list[tuple[int, tuple[str, ...]]]
-    """Bytes of each saved storage and each input, with the parts that save it."""
+    """Bytes of each saved storage and each input, with the tags of the parts that save it."""
     gradient_bytes: int = 0
     """Bytes of parameter gradients that the layer's backward allocates."""
 
@@ -76,7 +76,7 @@ class State:
         ]
 
     def find_change(self, module: torch.nn.Module, inputs: Any) -> str | None:
-        """Return a message about a change since construction, or None. Torch's random states are not compared."""
+        """Return a message about a change since this object was created, or None. Ignores torch's random states."""
         now = State(module, inputs)
         if now.python != self.python:
             return "it uses Python's random numbers"
@@ -149,7 +149,7 @@ class Trial:
             _set_random_states(after)
             for buffer, value in zip(self._layer.buffers(), buffers, strict=True):
                 if not _is_same(buffer, value):
-                    buffer.data.copy_(value)  # without a new version, since the real graph may have saved it
+                    buffer.data.copy_(value)  # without changing its version counter, since the real graph may have saved it
         storages = [(tensor.untyped_storage().nbytes(), tuple(tags)) for tensor, tags in self._saved.values()]
         return MeasuredBlock(type(self._layer).__name__, whole, parts, storages)
 
@@ -217,7 +217,7 @@ class Trial:
         tags.extend(tag for tag in new if tag not in tags)
 
     def _find_input(self, inputs: Any, *tags: str) -> int | None:
-        """Return the storage index of the first input that requires a gradient."""
+        """Return the storage index of the first input that requires a gradient, or None. Add its storage if it is missing."""
         tensor = find_tensor(inputs)
         if tensor is None:
             return None

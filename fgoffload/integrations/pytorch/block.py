@@ -35,10 +35,10 @@ def saved_tensors(
         group_bytes: Group size in bytes. A group is offloaded once it is full. Copies of smaller groups start earlier but take
             more CPU time. None means 64 MiB, or a quarter of `prefetch_bytes` if that is smaller.
         device: Device of the tensors. None selects torch's current accelerator, or the CPU if there is none.
-        tag: Name in the statistics.
+        tag: Name of the block in the statistics.
 
     Raises:
-        ConfigError: `group_bytes` is not above 0, `device` is not a valid device, or the tag is not an identifier.
+        ConfigError: `group_bytes` is not above 0, `device` is not a valid device, or `tag` is not an identifier.
     """
     return SavedTensors(config, group_bytes=group_bytes, device=device, tag=tag)
 

@@ -22,7 +22,7 @@ from fgoffload.transfer_config import TransferConfig
 from fgoffload.units import format_bytes
 
 OUTSIDE = "saved outside all regions"
-"""Reason why a tensor that no region saves stays on the device."""
+"""Reason that is reported for tensors saved outside regions, which stay on the device."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class SavingsEstimate:
 
     @property
     def freed_bytes(self) -> int:
-        """Bytes that would be freed on the GPU. They exceed the copied bytes if autograd needs only part of a storage."""
+        """Bytes that would be freed on the GPU. This exceeds the copied bytes if autograd saves only part of a storage."""
         return self.saved_bytes - sum(self.staying_bytes.values())
 
     @property
@@ -54,7 +54,7 @@ class SavingsEstimate:
         return 100 * self.freed_bytes / self.saved_bytes if self.saved_bytes else 0.0
 
     def __str__(self) -> str:
-        """Return the estimate as text, with one line per reason."""
+        """Return the estimate as text, with one line per reason why bytes stay on the GPU."""
         lines = [
             f"{format_bytes(self.saved_bytes)} saved, {format_bytes(self.freed_bytes)} would be offloaded "
             f"({self.percent:.1f}%), {format_bytes(self.host_bytes)} of host memory needed"
@@ -82,7 +82,7 @@ def estimate_savings(
 
     Args:
         forward: Function that runs one forward and returns its output. It needs as much GPU memory as without offload.
-        model: As for `offload`. None estimates `saved_tensors` around `forward`.
+        model: As for `offload`. None estimates the savings of a `saved_tensors` block around `forward`.
         modules: As for `offload`.
         config: As for `offload`.
         device: As for `offload`.
@@ -144,16 +144,16 @@ def _make_hostless(device: Device) -> Device:
 
 
 def _place(host: torch.Tensor) -> tuple[int, int]:
-    """Return the key of a host block: its slab, and its offset in the slab."""
+    """Return a key for a block of host memory: the slab, and the offset in the slab."""
     return get_key(host), int(host.storage_offset()) * host.element_size()
 
 
 @dataclasses.dataclass(slots=True)
 class _SavedStorage:
-    """Storage that autograd saves, with the reason why it stays on the device, or None if it is offloaded."""
+    """Storage that autograd saves. `reason` says why it stays on the device, and is None if it is offloaded."""
 
     storage: StorageRef
-    """Weak reference that reserves the key, so that no other storage can reuse it."""
+    """Weak reference to the storage. While it exists, no other storage can have the same key."""
     nbytes: int
     reason: str | None = OUTSIDE
     is_kept: bool = False

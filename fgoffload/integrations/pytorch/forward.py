@@ -1,4 +1,4 @@
-"""Tracks forwards with gradients: their lanes, and which of them run in each thread.
+"""Tracks which forwards with gradients each thread runs, and the lane of each: the groups that one microbatch offloads.
 
 [Note: The running forward]
 Saved-tensor hooks are per thread, so this module tracks forwards per thread. A context variable holds the innermost forward,
@@ -27,7 +27,7 @@ from fgoffload.plan import Site
 
 _running: contextvars.ContextVar["Forward | None"] = contextvars.ContextVar("fgoffload_forward", default=None)
 _layer: contextvars.ContextVar[int] = contextvars.ContextVar("fgoffload_layer", default=0)
-"""Layer of the innermost region."""
+"""Layer number of the innermost region."""
 
 
 class ThreadState:
@@ -57,7 +57,7 @@ class ThreadState:
 
 @skip
 def has_hooks() -> bool:
-    """Return whether the innermost saved-tensor hooks are an engine's."""
+    """Return whether the innermost saved-tensor hooks belong to an engine."""
     return isinstance(_find_top_hook(), Saving)
 
 
@@ -76,7 +76,7 @@ def find_running(owner: EngineOwner | None = None) -> "Forward | None":
 
 
 def record_inert(owner: EngineOwner, tag: str | None) -> None:
-    """Record why a region of `tag`, or a forward if `tag` is None, does nothing here, unless gradients are disabled."""
+    """If offload does nothing here despite enabled gradients, record why for `tag`. If `tag` is None, count the forward."""
     if torch.is_grad_enabled() and is_inert():
         owner.count_inert(tag, hook=_find_top_hook(), is_in_backward=is_in_backward())
 
@@ -89,7 +89,7 @@ def begin_lane(owner: EngineOwner) -> Lane:
 
 
 class UncompiledSaving(Saving):
-    """Pack hook that `torch.compile` does not trace. It runs for tensors saved between two compiled graphs."""
+    """Saved-tensor hooks that `torch.compile` does not trace. They run for tensors saved between two compiled graphs."""
 
     __slots__ = ()
 
@@ -108,12 +108,12 @@ class SizedSaving(UncompiledSaving):
     """Saves the tensors of one site in consecutive groups of limited size.
 
     [Note: When a full group ends]
-    Some ops, such as `rrelu`, write a tensor after autograd has saved it, without changing its version. A full group therefore
-    ends only when the next op, with another sequence number, saves a tensor. By then, the op that filled the group has
-    returned, and its kernel is queued on a stream that the copy waits for.
+    Some ops, such as `rrelu`, write to a tensor after autograd has saved it, without changing its version counter. A full group
+    therefore ends only when the next op, with another sequence number, saves a tensor. By then, the op that filled the group
+    has returned, and its kernel is queued on a stream that the copy waits for.
 
-    If that op saved a strided slice of a storage, the group ends one op later. A gated MLP saves the halves of one storage in
-    consecutive ops, and each group with a half would copy the whole storage.
+    If the op that filled the group saved a strided slice of a storage, the group ends one op later. A gated MLP saves the two
+    halves of one storage in consecutive ops. In separate groups, each half would cause a copy of the whole storage.
 
     A group is full at `group_bytes`. If `layer` is None, the layer of each group is its position in the lane.
     """
@@ -128,7 +128,7 @@ class SizedSaving(UncompiledSaving):
         self._number = 0
         """Autograd's sequence number at the last save."""
         self._has_slice = False
-        """Whether the last op saved a strided slice of a storage that the group did not have."""
+        """Whether the last op saved a strided slice of a storage that was new to the group."""
         self._seen: set[int] = set()
         """Storages counted in `_size_bytes`."""
         self._size_bytes = 0
@@ -204,7 +204,7 @@ class BlockSaving(SizedSaving):
 class Forward:
     """Forward of a model or a block, from `begin` to `finish`.
 
-    `hook` receives the tensors saved outside regions. Without it, these tensors only join groups whose storages they share.
+    `hook` receives tensors saved outside regions. Without it, they join the group that owns their storage, or stay on the GPU.
     """
 
     def __init__(self, owner: EngineOwner, engine: OffloadEngine, *, hook: BlockSaving | None = None) -> None:
@@ -241,11 +241,11 @@ class Forward:
         return region
 
     def keep_saves(self) -> None:
-        """Exclude later saved tensors from offload, even inside an open region."""
+        """Keep later saved tensors on the device, even inside an open region, unless a group already owns their storage."""
         UncompiledSaving(self._engine, self._saving.lane, None).__enter__()
 
     def announce_backward(self, tensor: torch.Tensor | None) -> None:
-        """Mark the input `tensor` of a module without regions. See `OffloadEngine.announce_backward`."""
+        """Prefetch when backward has passed `tensor`, the input of a module whose tensors stay on the device."""
         if tensor is not None:
             self._engine.announce_backward(self._saving.lane, tensor)
 
@@ -254,11 +254,11 @@ class Forward:
         self._engine.expect_backward(self._saving.lane, window_bytes=window_bytes)
 
     def stop(self) -> None:
-        """Stop receiving saved tensors. An interrupted `begin` or `finish` may precede this call."""
+        """Stop receiving saved tensors. This also works after an interrupted `begin` or `finish`."""
         self._before.restore()
 
     def finish(self, *, is_failed: bool = False) -> None:
-        """Stop receiving saved tensors. Saved tensors of a failed forward stay on the device and are freed with their graph."""
+        """Stop receiving saved tensors. The last group of a failed forward stays on the device and is freed with its graph."""
         self.stop()
         if not is_failed:
             if self._hook is not None:
@@ -269,8 +269,8 @@ class Forward:
 class SavingRegion:
     """Open region with the input `tensor`. Its groups receive the tensors that autograd saves until `close`.
 
-    A long region, for example around many checkpoints, has several groups. With a single group, its first tensors would stay on
-    the device until its end, and backward would reload the whole region at once.
+    A long region, for example around many checkpoints, has several groups. With a single group, the first tensors would stay on
+    the device until the region ends, and backward would reload the whole region at once.
     """
 
     __slots__ = ("_before", "_engine", "_saving")
@@ -285,7 +285,7 @@ class SavingRegion:
         saving.__enter__()
 
     def close(self, output: Any, *, is_failed: bool = False) -> None:
-        """End the region. Unless it failed, offload its last group and put the group's end mark on a tensor in `output`."""
+        """End the region. Unless it failed, offload its last group, and mark a tensor in `output` as the end of that group."""
         self._before.restore()
         if is_failed:
             return

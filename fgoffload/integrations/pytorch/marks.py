@@ -16,16 +16,16 @@ def region(tensor: torch.Tensor, tag: str, *, layer: int | None = None) -> "Plac
             output = attention(hidden)
             region.end(output)
 
-    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread is running. Without
-    one, it does nothing.
+    The region belongs to the innermost offloaded model or `fgoffload.saved_tensors` block that this thread is running. Outside
+    of both, the region does nothing.
 
     Args:
         tensor: Input of the region. Backward leaves the region when it computes the gradient of this tensor.
-        tag: Name in the statistics.
+        tag: Name of the region in the statistics.
         layer: Layer number for logs and errors. None means the layer of the enclosing region, or 0.
 
     Raises:
-        ConfigError: The tag is not an identifier, `tensor` is not a tensor, or `layer` is not a whole number.
+        ConfigError: `tag` is not an identifier, `tensor` is not a tensor, or `layer` is not a whole number.
     """
     check_tag(tag)
     if not isinstance(tensor, torch.Tensor):

@@ -1,13 +1,13 @@
-"""Offloads any module tree, with regions around modules selected by globs.
+"""Offloads the activations of any module, in regions around the submodules that globs select.
 
 [Note: A replaced forward] in `replaced.py` explains how a region wraps a module. The handle has no strong reference to a
 module, so weights, handle, engine and host memory are freed with the last reference to the model, without garbage collection.
 
 [Note: Buffers stay]
-Batch norm updates its running statistics without changing their version, so the engine could not detect that the host copy of
-an old graph is stale. Saved buffers therefore stay on the device. They are small, and the module keeps them in memory
-anyway. The buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace them,
-and copies of a model have their own. A buffer that a forward creates is listed from the next forward on.
+Batch norm updates its running statistics without changing their version counters, so the engine could not detect that an older
+graph's copy on the host is stale. Saved buffers therefore stay on the device. They are small, and the module keeps them in
+memory anyway. The buffers are listed at the start of each forward, since `to`, `register_buffer` and `functional_call` replace
+them, and copies of a model have their own buffers. A buffer that a forward creates is listed from the next forward on.
 """
 
 import collections
@@ -56,7 +56,7 @@ class ModelOffload(EngineOwner):
     """
 
     trainer_state: object = None
-    """State of the training run whose callback uses the handle, or None. The next training run may replace the handle."""
+    """`TrainerState` of the training run that uses the handle, or None. The next training run may replace the handle."""
 
     def __init__(
         self, model: torch.nn.Module, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice
@@ -89,15 +89,15 @@ class ModelOffload(EngineOwner):
         return self._model() is model
 
     def is_made_of(self, sites: list[ModuleSite], config: TransferConfig | None, *, device: DeviceChoice) -> bool:
-        """Return whether `offload` with these arguments would create an equal handle."""
+        """Return whether this handle was created with the same arguments."""
         return (_list_weakly(sites), config or TransferConfig(), device) == (self._sites, self.config, self._device)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
-        """Treat the body as one forward of the model.
+        """Treat the `with` block as one forward of the model.
 
         Use this for code that calls parts of the model instead of the model itself. Otherwise, each call to a part is a forward
-        of its own. Results are the same, but nothing is prefetched for backward.
+        of its own. The results are the same, but nothing is prefetched for backward.
         """
         self._check_placed()
         thread_state = ThreadState()  # see [Note: Interrupted forwards]
@@ -159,7 +159,7 @@ class ModelOffload(EngineOwner):
         return forward
 
     def is_idle(self, tag: str | None, layer: int) -> bool:
-        """Return whether `begin_run` would do nothing here. This check is cheap, so it may return False even then."""
+        """Return whether `begin_run` would do nothing here. This cheap check misses some cases and returns False in them."""
         return False
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -197,7 +197,7 @@ class ModelOffload(EngineOwner):
 
 @dataclasses.dataclass(slots=True)
 class _Run:
-    """Run of a module with gradients enabled."""
+    """One run of a module with gradients enabled."""
 
     forward: Forward | None
     """Forward that begins and ends with this run. None if the run is part of another forward."""
@@ -213,7 +213,7 @@ class _Run:
 
 
 def find_handle(model: torch.nn.Module) -> ModelOffload | None:
-    """Return the handle of `model`, or None. A handle that was copied from another model is ignored."""
+    """Return the handle of `model`, or None. If `model` is a copy, the handle of the original is ignored."""
     handle = vars(model).get(HANDLE)
     return handle if isinstance(handle, ModelOffload) and handle.is_for(model) else None
 

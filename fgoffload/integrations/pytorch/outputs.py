@@ -1,9 +1,9 @@
 """Finds the tensors in a module's inputs and outputs.
 
 [Note: Search of user values]
-The search must not raise in a forward that works without offload. It therefore runs no user code: it reads only plain
-containers, through the methods of their base classes and their stored fields, and skips mappings that compute their values. It
-reads each container once, since a container may contain itself.
+The search must not raise in a forward that works without offload, so it runs no user code. It reads dicts, lists and tuples
+through the methods of the builtin classes, and dataclasses through their stored fields. Other objects, such as mappings that
+compute their values, are skipped. Each container is read once, since a container may contain itself.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that requires a gradient, or None. Other tensors cannot carry a mark."""
+    """Return the first tensor in `value` that requires a gradient, or None. Other tensors have no gradient to hook."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 

@@ -17,11 +17,11 @@ from fgoffload.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 DEFAULT_GROUP_BYTES = 64 * MIB
-"""At 50 GB/s, a group of this size takes 1.3 ms to copy, much longer than its tens of microseconds of CPU time. Eight groups
-fit into the default prefetch size, so prefetch proceeds evenly."""
+"""At 50 GB/s, copying a group of this size takes 1.3 ms, much longer than the tens of microseconds of CPU time per group.
+Eight groups fit into the default prefetch size, so prefetching proceeds in small, even steps."""
 
 WATCHED_FORWARDS = 3
-"""Number of forwards after which idle tags are reported even if `stats` is not called. The first forwards may be warm-up."""
+"""Number of forwards after which tags that offload nothing are reported even if `stats` is not called."""
 
 
 class EngineOwner:
@@ -46,17 +46,17 @@ class EngineOwner:
         self.name = name
         """Name of the offloaded model or block, for logs."""
         self.engine: OffloadEngine | None = None
-        """Engine. None before the first forward with gradients."""
+        """None until the first forward with gradients or the first `offload_tensor`."""
         # Two threads may share one owner.
         self._lock = threading.Lock()
         self._forwards = 0
         self._watched_forwards = 0
         """Number of forwards with gradients, including those in which offload did nothing."""
         self._inert = dict.fromkeys(tags, "")
-        """For each tag, the reason why its regions did nothing. Empty if none was recorded."""
+        """Reason why a tag's regions did nothing, keyed by tag. Empty if no reason was recorded."""
         self._totals = RunTotals()
         self._is_watching = True
-        """Whether idle tags have yet to be reported."""
+        """Whether tags that offload nothing have yet to be reported."""
         self._is_reported = False
 
     def __repr__(self) -> str:
@@ -66,11 +66,11 @@ class EngineOwner:
 
     @property
     def group_bytes(self) -> int:
-        """Group size in bytes. A full group ends and the next one begins."""
+        """Size in bytes at which a group ends and the next one begins."""
         return self._given_group_bytes or min(DEFAULT_GROUP_BYTES, self._policy.prefetch_bytes // 4 or DEFAULT_GROUP_BYTES)
 
     def get_engine(self, inputs: Any = ()) -> OffloadEngine:
-        """Return the engine, and create it on first use. The forward's input `inputs` may determine the device."""
+        """Return the engine, and create it on first use. The tensors in the forward's `inputs` may determine the device."""
         with self._lock:
             if self.engine is None:
                 self.engine = make_engine(
@@ -86,12 +86,12 @@ class EngineOwner:
             return self._forwards - 1
 
     def count_finished(self, lane: Lane) -> None:
-        """Count a forward with gradients that ended without an exception, with its groups in `lane`."""
+        """Count a forward with gradients that ended without an exception. `lane` contains its groups."""
         self._derive_policy(lane)
         self._watch_forward()
 
     def _derive_policy(self, lane: Lane) -> None:
-        """Derive window and prefetch sizes from the offloaded bytes, unless the user set them."""
+        """Derive the window and prefetch sizes from the offloaded bytes, unless the user set them."""
         largest_bytes = max((group.moved_bytes for group in lane.groups), default=0)
         if self.engine is None or largest_bytes == 0:
             return
@@ -109,7 +109,7 @@ class EngineOwner:
             self._inert[tag] = self._inert.get(tag) or explain_inert(hook, is_in_backward=is_in_backward)
 
     def expect_tag(self, tag: str) -> None:
-        """Add a manual region's tag to the tags that should offload something."""
+        """Add a manual region's tag to the tags that are reported if they offload nothing."""
         with self._lock:
             self._inert.setdefault(tag, "")
 
@@ -166,11 +166,11 @@ class EngineOwner:
             logger.info("offload of %s ended after %s", self.name, self._totals)
 
     def _find_tensors(self, inputs: Any) -> Iterable[torch.Tensor] | None:
-        """Return tensors on the device to use, or None. See `make_device`."""
+        """Return tensors that determine the engine's device, or None. See `make_device`."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "EngineOwner":
-        """Return this object, since copies share memory and statistics."""
+        """Return this object itself, so that copies share its memory and statistics."""
         return self
 
     def _watch_forward(self) -> None:

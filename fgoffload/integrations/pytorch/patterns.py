@@ -6,8 +6,8 @@ a shell. `**` matches any number of parts, including none. So `layers.*.attn` ma
 `layers.0.cross.attn`, and `**.attn` matches both. The model itself is never a region: its tensors would be offloaded at the end
 of forward, just before backward needs them.
 
-`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. Patterns ignore these parts. A wrapper has
-the name of the module inside it, and the wrapper is the region.
+`torch.compile`, checkpoint wrappers, data parallelism and PEFT add parts to names. Patterns ignore these parts. A pattern that
+matches the name of a wrapped module selects its wrapper as the region.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import torch
 from fgoffload.errors import ConfigError
 
 Patterns: TypeAlias = "Mapping[str, str] | Iterable[str] | str"
-"""Globs, optionally with tags. The default tags are words of the module names."""
+"""Globs, or a mapping from globs to tags. By default, a tag is a word of the module's name."""
 
 _WIDE_RANGE = re.compile(r"\[[^\]]*(\d\d+-|-\d\d+)[^\]]*\]")
 """Matches a bracket range such as `[0-15]`, which looks like a range of numbers but is a set of characters."""
@@ -84,7 +84,7 @@ def check_tag(tag: object) -> None:
 
 
 def read_patterns(patterns: Patterns) -> dict[str, str | None]:
-    """Return the tag of each pattern, None by default. Raise `ConfigError` for invalid patterns."""
+    """Return a dict from each pattern to its tag, or to None for the default tag. Raise `ConfigError` for invalid patterns."""
     patterns = [patterns] if isinstance(patterns, str) else patterns
     if not isinstance(patterns, Iterable):
         raise ConfigError(f"modules {patterns!r} is not a list of globs. Pass one such as ['layers.*'], or a dict with tags.")
@@ -103,7 +103,7 @@ def read_patterns(patterns: Patterns) -> dict[str, str | None]:
 
 
 def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield each module that can be a region, once, with its name. Names omit the parts that wrappers add."""
+    """Yield the name and the module of each possible region once. Names omit the parts that wrappers add."""
     outer = _find_outer_parts(model)
     names: set[str] = {""}
     modules: set[int] = {id(model)}
@@ -117,7 +117,7 @@ def name_modules(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside `torch.compile`, torch's checkpoint wrapper and FSDP1."""
+    """Return the module inside the wrappers of `torch.compile`, torch's checkpointing and FSDP1."""
     for name, child in module.named_children():
         if name in _WRAPPER_PARTS:
             return unwrap(child)
@@ -125,17 +125,17 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def unwrap_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the model inside DDP, FSDP1 and `torch.compile`."""
+    """Return the model inside the wrappers of DDP, FSDP1 and `torch.compile`."""
     model = unwrap(model)
     return unwrap_model(model.module) if isinstance(model, torch.nn.parallel.DistributedDataParallel) else model
 
 
 def _find_outer_parts(model: torch.nn.Module) -> list[str]:
-    """Return the name parts that DDP and PEFT prepend."""
+    """Return the parts that DDP and PEFT prepend to module names."""
     parts = ["module"] if isinstance(unwrap(model), torch.nn.parallel.DistributedDataParallel) else []
     inner = unwrap_model(model)
-    # A PEFT model contains its tuner, which contains the model. Prompt methods have no tuner. A transformers model with its own
-    # adapters also has `peft_config`, but its `model` is an ordinary submodule.
+    # A PEFT model contains its tuner, which contains the model. PEFT's prompt methods have no tuner. A transformers model with
+    # its own adapters also has `peft_config`, but its `model` is an ordinary submodule.
     for part in ("base_model", "model"):
         if not (hasattr(inner, "peft_config") and part in dict(inner.named_children())):
             break
@@ -166,7 +166,7 @@ def make_site(module: torch.nn.Module, name: str, tags: Mapping[str, str | None]
 
 
 def _find_near(pattern: str, names: list[str]) -> list[str]:
-    """Return patterns close to `pattern` that match: its children, the same pattern at any depth, or similar spellings."""
+    """Return similar patterns that match a module: the pattern's children, the pattern at any depth, or similar spellings."""
     for near in (f"{pattern}.*", f"**.{pattern}", f"**.{pattern}.*"):
         if any(_match_parts(near.split("."), name.split(".")) for name in names):
             return [near]

@@ -2,17 +2,17 @@
 
 [Note: A replaced forward]
 The replacement is an attribute of the module instance. Forward hooks would disable torch's fast paths for evaluation and would
-not run after a BaseException. A new class would break code that compares classes, as transformers does to decide on recompute.
-The replacement references the module weakly, to avoid a reference cycle.
+not run after a BaseException. A new class for the module would break code that compares classes, as transformers does. The
+replacement references the module weakly, to avoid a reference cycle.
 
 A copy of the module must not inherit the attribute, which would run the original module. Copies and pickles use `__getstate__`,
-or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses a method of the module. All of these are replaced
-too, so that they omit our attributes.
+or the class's `__reduce__` as in `fx.GraphModule`, and `nn.DataParallel` uses `_replicate_for_data_parallel`. All of these
+methods are replaced too, so that copies omit our attributes.
 
 [Note: A checkpoint around the call]
 Layers of transformers before 5.23 checkpoint their own `__call__`, so `forward` runs inside the checkpoint, where a region does
-nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is replaced too. That region wraps the
-checkpoint and offloads the layer's inputs, which the checkpoint saves.
+nothing. Such a layer calls its attribute `_gradient_checkpointing_func`, which is replaced too. The replacement runs the whole
+checkpoint as a region and offloads the layer's inputs, which the checkpoint saves.
 """
 
 import functools
@@ -38,14 +38,14 @@ _FORWARD, _STATE, _REDUCE, _REPLICATE = "forward", "__getstate__", "__reduce_ex_
 _CALLED = (_FORWARD, CHECKPOINT)
 """Attributes that a `ReplacedForward` may replace."""
 
-_REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and `offload` it again afterwards."
+_REMOVE_FIRST = "This model is offloaded by fgoffload. Call `remove` on its handle first, and call `offload` again afterwards."
 
 
 class ReplacedForward:
     """Runs the original forward as a region of a handle. See [Note: A replaced forward].
 
     `handle` is a `ModelOffload`, or None in a copy, which runs without offload. `site` is None for the model itself. `install`
-    sets `before` to the module's previous attribute `name`, such as another wrapper.
+    sets `before` to the previous value of the module's attribute `name`, such as another wrapper.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ReplacedForward:
         attributes[_REPLICATE] = _Method(_make_plain_replica, module)
 
     def remove(self) -> None:
-        """Restore the original forward. Later wrappers around this one stay in place and still work."""
+        """Restore the original forward. Wrappers that others added around this replacement stay in place and still work."""
         self._handle = None
         module = None if self._module is None else self._module()
         if module is not None:
@@ -115,7 +115,7 @@ class ReplacedForward:
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as the forward of the copied module, without a handle."""
+        """Copy or pickle as a `ReplacedForward` of the copied module, without a handle."""
         return ReplacedForward, (None if self._module is None else self._module(), None, None, _FORWARD, self._before)
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +154,7 @@ class _Method:
         return self._function(_get_living(self._module), *args)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle as a `_Method` of the copied module."""
+        """Copy or pickle as a `_Method` of the copied module."""
         return _Method, (self._function, None if self._module is None else self._module())
 
 
@@ -183,7 +183,7 @@ def checkpoints_its_call(module: torch.nn.Module) -> bool:
 
 
 def _is_torch_container(module: torch.nn.Module) -> bool:
-    """Return whether `torch.compile` should skip only the replaced forward itself."""
+    """Return whether the module has children and torch's own forward, which `torch.compile` only traces inside other code."""
     return str(getattr(type(module).forward, "__module__", "")).startswith("torch.nn.") and any(True for _ in module.children())
 
 
@@ -222,7 +222,7 @@ def _reduces_itself(kind: type) -> bool:
 
 
 def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
-    """Return the module's `__reduce_ex__` value, without our attributes."""
+    """Return the result of the module's `__reduce_ex__`, without our attributes."""
     kind: Any = type(module)
     plain = object.__new__(kind)  # calling `fx.GraphModule` would create another class
     vars(plain).update(vars(module))
@@ -233,6 +233,6 @@ def _reduce_plain(module: torch.nn.Module, protocol: int) -> Any:
 def _make_plain_replica(module: torch.nn.Module) -> Any:
     """Return a replica of the module for `nn.DataParallel`, without our attributes."""
     kind: Any = type(module)
-    replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - as DataParallel calls it
+    replica = kind._replicate_for_data_parallel(module)  # noqa: SLF001 - DataParallel calls it
     _strip(vars(replica))
     return replica

@@ -10,10 +10,10 @@ from fgoffload.units import format_bytes
 
 @dataclasses.dataclass(slots=True)
 class RunTotals:
-    """Totals of one step of a handle, or of all its steps."""
+    """Totals over one or all steps of a handle or block."""
 
     forwards: int = 0
-    """Number of forwards with gradients."""
+    """Number of forwards with gradients enabled."""
     d2h_bytes: int = 0
     freed_bytes: int = 0
     """Offloaded bytes that were freed on the GPU. Excludes cancelled offloads and bytes still referenced elsewhere."""
@@ -21,7 +21,7 @@ class RunTotals:
     host_peak_bytes: int = 0
 
     def add(self, stats: StepStats, *, forwards: int) -> None:
-        """Add the statistics of one call to `stats`."""
+        """Add the statistics of one step, in which `forwards` forwards ran."""
         self.forwards += forwards
         self.host_peak_bytes = max(self.host_peak_bytes, stats.host_peak_bytes)
         for tag in stats.tags.values():
@@ -31,7 +31,7 @@ class RunTotals:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the regions saved, excluding parameters."""
+        """Bytes that autograd saved in the regions, excluding parameters."""
         return self.d2h_bytes + self.kept_bytes
 
     @property
@@ -45,11 +45,11 @@ class RunTotals:
         return self.freed_bytes / max(1, self.forwards)
 
     def __str__(self) -> str:
-        """Return the last log line of a run."""
+        """Return the totals as text, for the log line at the end of a run."""
         forwards = "1 forward" if self.forwards == 1 else f"{self.forwards} forwards"
         return (
-            f"{forwards}. Each saved {format_bytes(self.saved_bytes / max(1, self.forwards))} in its regions and "
-            f"freed {format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of it between forward and backward. "
+            f"{forwards}. Average per forward: {format_bytes(self.saved_bytes / max(1, self.forwards))} saved in the regions, "
+            f"{format_bytes(self.freed_bytes_per_forward)} ({self.percent:.1f}%) of that freed until backward. "
             f"Peak host memory: {format_bytes(self.host_peak_bytes)}."
         )
 
@@ -66,7 +66,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
         reason = inert or "none of its regions ran in a forward with gradients."
     elif not stats.saved_tensors:
         reason = (
-            "autograd saved nothing in its regions. Either no tensor there needs a gradient, or the ops are recomputed, or "
+            "autograd saved nothing in its regions. Either no tensor there requires a gradient, or the ops are recomputed, or "
             "other saved-tensor hooks inside a region, such as `torch.autograd.graph.save_on_cpu`, take the tensors."
         )
     elif stats.kept_bytes:
@@ -85,7 +85,7 @@ def explain_idle(tag: str, stats: TagStats | None, inert: str) -> str | None:
 
 
 def explain_inert(hook: Any, *, is_in_backward: bool) -> str:
-    """Return why a region does nothing: a backward runs it, hooks are not allowed, or other code's pack `hook` is active."""
+    """Return why a region does nothing: it runs in backward, hooks are not allowed, or another library's `hook` is active."""
     if is_in_backward:
         return "its regions ran in a backward: they are inside a reentrant checkpoint. Select a module around the checkpoint."
     if hook is None:

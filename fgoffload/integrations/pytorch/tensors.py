@@ -39,7 +39,7 @@ class OffloadedTensor:
     """Handle of one offloaded tensor. Returned by `offload_tensor`.
 
     As with saved tensors, the tensor stays on the GPU if it is a parameter, if it is below the minimum size, or if no host
-    memory is left. `reload` still works, and the statistics contain the reason.
+    memory is left. `reload` works in all these cases.
 
     Lifetime:
         This object owns the host memory and releases it when it is deleted. The tensor's GPU memory is freed once the copy is
@@ -57,7 +57,7 @@ class OffloadedTensor:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the bytes are on the host and the engine has released the GPU memory. Reading this polls the copies."""
+        """Whether the host has a copy and the engine has released the original GPU memory. Reading this polls the copy."""
         if self._engine is None or self._group is None:
             return False
         self._engine.poll()
@@ -79,10 +79,10 @@ class OffloadedTensor:
             The current stream waits for the copy to the device. The host does not block.
 
         Raises:
-            StateError: The tensor was modified in place before its copy was done, or a reloaded tensor was modified.
+            StateError: The tensor was modified before the copy to the host was done, or a reloaded tensor was modified.
         """
         tensor = self._handle.take()
-        return tensor.detach() if tensor.requires_grad else tensor  # a parameter still requires a gradient
+        return tensor.detach() if tensor.requires_grad else tensor  # a parameter, which stays on the device
 
 
 def offload_tensor(
@@ -107,7 +107,7 @@ def offload_tensor(
     if not config.enabled:
         return offload_with(None, tensor)
     needed_bytes = round_up(max(1, tensor.untyped_storage().nbytes()))
-    # The arena reserves whole slabs, up to its budget.
+    # The arena reserves whole slabs within its budget, so this budget limits it to the size of the tensor.
     config = dataclasses.replace(config, host_budget_bytes=min(needed_bytes, config.host_budget_bytes or needed_bytes))
     return offload_with(make_engine(config, device, (tensor,), policy=config.derive_policy()), tensor)
 
@@ -132,7 +132,7 @@ def make_engine(
 
 
 def offload_with(engine: OffloadEngine | None, tensor: torch.Tensor) -> OffloadedTensor:
-    """Offload `tensor` with `engine`. Without an engine, it stays on the device."""
+    """Offload `tensor` with `engine`. If `engine` is None, the tensor stays on the device."""
     lane = Lane(chunk=0, microbatch=0)
     if engine is None:
         return OffloadedTensor(keep_tensor(tensor, lane.place), None, lane, None)

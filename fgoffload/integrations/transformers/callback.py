@@ -82,7 +82,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, *, model: Any = None, **others: Any
     ) -> None:
-        """Offload the model. A restart with a smaller batch reuses the handle."""
+        """Offload the model. If training restarts with a smaller batch, reuse the handle."""
         self._steps = 0
         if not _read_switch((args.fsdp_config or {}).get(KEY, True)):
             logger.info("offload is off: fsdp_config has %s=False.", KEY)
@@ -92,7 +92,7 @@ class OffloadCallback(TrainerCallback):  # type: ignore[misc]
             if earlier is not None and earlier.trainer_state is state:
                 logger.warning(
                     "The Trainer has two OffloadCallbacks and uses only the first. Remove the other. `fgoffload run` adds one "
-                    "unless Trainer(callbacks=[...]) has one."
+                    "unless Trainer(callbacks=[...]) contains one."
                 )
                 return
             _warn_of_other_offload(args, model)
@@ -183,7 +183,7 @@ def _read_switch(value: Any) -> bool:
 def _warn_of_other_offload(args: Any, model: torch.nn.Module) -> None:
     """Warn if another kind of activation offload is enabled, in `args` or by wrappers in `model`."""
     others = []
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, they are equal
+    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")  # if both exist, their values are equal
     found = next((name for name in names if (getattr(args, name, None) or {}).get("offload")), None)
     if found:
         others.append(f"transformers' {found}={{'offload': True}}")

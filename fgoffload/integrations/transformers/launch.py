@@ -21,7 +21,7 @@ _MODULE = "transformers.trainer"
 
 @contextlib.contextmanager
 def offload_trainers(memory: str | int | None = None) -> Iterator[list[str]]:
-    """Add an `OffloadCallback` to every trainer created in the body. Yield a list that collects their class names."""
+    """Add an `OffloadCallback` to every trainer created in the `with` block. Yield a list that collects their class names."""
     made: list[str] = []
 
     def patch(module: ModuleType) -> None:
@@ -65,7 +65,7 @@ def _add_callback(trainer: Any, made: list[str], memory: str | int | None) -> No
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Import hook that calls `patch` on the trainer's module after its import."""
+    """Import hook that calls `patch` with the trainer's module after the module is imported."""
 
     def __init__(self, patch: Callable[[ModuleType], None]) -> None:
         self._patch = patch

@@ -192,7 +192,7 @@ def test_of_two_callbacks_the_first_is_used_with_a_warning(callback, callback_ty
     assert get_logged(trainer, "percent") == [100] * 4
     assert [line for line in caplog.messages if "OffloadCallbacks" in line or "no effect" in line] == [
         "The Trainer has two OffloadCallbacks and uses only the first. Remove the other. `fgoffload run` adds one unless "
-        "Trainer(callbacks=[...]) has one."
+        "Trainer(callbacks=[...]) contains one."
     ]
 
 

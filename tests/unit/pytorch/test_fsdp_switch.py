@@ -61,7 +61,7 @@ def test_repeating_a_step_with_offload_gives_the_same_weights(scenario):
 def test_an_unknown_strategy_and_a_model_without_fsdp_units_are_refused():
     with pytest.raises(ConfigError, match=r"strategy 'ddp' is not one of fsdp, fsdp2\. For other models"):
         enable_activation_offloading(make_net(), "ddp")
-    with pytest.raises(ConfigError, match="FSDP shards no part of Linear as its own unit"):
+    with pytest.raises(ConfigError, match="No submodule of Linear is an FSDP unit"):
         enable_activation_offloading(nn.Linear(2, 2), "fsdp2")
 
 

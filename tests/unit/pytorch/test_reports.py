@@ -71,7 +71,7 @@ def test_removal_logs_one_line_with_the_bytes_saved(take_logged):
     # 264 KiB per forward: in each of three layers, 2 + 9 tensors of 8 KiB. Tensors not yet offloaded are not counted.
     (line,) = take_logged(logging.INFO)
     assert line.startswith(
-        "offload of Net ended after 6 forwards. Each saved 264.00 KiB in its regions and freed 264.00 KiB (100.0%) of it"
+        "offload of Net ended after 6 forwards. Average per forward: 264.00 KiB saved in the regions, 264.00 KiB (100.0%) of"
     )
     assert line.endswith("Peak host memory: 264.00 KiB.")
 
