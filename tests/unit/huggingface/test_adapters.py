@@ -73,7 +73,7 @@ def test_the_adapter_replaces_every_import_of_verls_function(add_module, import_
 def test_a_missing_entry_point_is_refused_with_its_path_and_supported_versions(add_module):
     add_module("verl.utils.activation_offload")
     with pytest.raises(
-        IntegrationError, match=r"Cannot find verl\.utils\.activation_offload\.switch: .* Install verl 1 to 2, which"
+        IntegrationError, match=r"Cannot find verl\.utils\.activation_offload\.switch: .* Install verl 1 to 2\."
     ):
         replace_function("verl.utils.activation_offload.switch", print, versions="1 to 2")
     with pytest.raises(IntegrationError, match=r"Cannot find verl\.utils\.elsewhere\.switch: "):
