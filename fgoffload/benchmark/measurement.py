@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, the interval is over ten times the ratios' difference."""
+"""Minimum number of repeats for a confidence interval. With two, it is over ten times as wide as the ratios differ."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Measurement:
 
 
 _SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are summed over ranks. For the others, ranks are merged by maximum."""
+"""Fields of a measurement that are summed over ranks. For all other fields, the maximum over ranks is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +85,11 @@ class Summary:
     setting: Setting
     process: ProcessKind
     step_seconds: tuple[float, ...] = ()
-    """Seconds of all timed steps of all repeats; empty if all failed."""
+    """Seconds of each timed step in all repeats; empty if every repeat failed."""
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats. `step_seconds` are from the first repeat."""
+    """Maximum of each number over all repeats. `step_seconds` are from the first repeat that succeeded."""
     failure: str = ""
 
     @property
@@ -136,7 +136,7 @@ def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
     """Return the step time of `outcome` relative to the baseline, or None if either time is missing.
 
     The baseline time is the median of all `baseline` steps in the same session and repeat. Two builds of the `baseline` model
-    differ slightly in speed, so the `baseline` runs next to a setting are no better references than the others.
+    differ slightly in speed, so the `baseline` runs adjacent to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None

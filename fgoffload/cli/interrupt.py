@@ -1,8 +1,8 @@
 """Ends the process within two seconds of Ctrl-C, whatever it is doing.
 
-Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward pass on a GPU or
-a library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
-the process if the main thread does not stop in time.
+Python raises KeyboardInterrupt only when the main thread runs Python code again. A long operator, a backward pass on a GPU or a
+library that swallows exceptions can delay this indefinitely. Therefore, a second thread receives the signal through a pipe, and
+ends the process if the main thread does not stop in time.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
-"""Time for the main thread to close files before the process ends."""
+"""Seconds that the main thread has to close files before the process ends."""
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     finally:
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
-        # Send a byte instead of closing the pipe: forked processes, such as data loaders, keep it open.
+        # Closing the pipe may not wake the watcher, since forked data loaders keep it open. So send a byte.
         os.write(write_end, bytes([_STOP]))
         watcher.join()
         os.close(write_end)
