@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, it is over ten times as wide as the ratios differ."""
+"""Minimum number of repeats for a confidence interval. With two, its width is over ten times the ratios' difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

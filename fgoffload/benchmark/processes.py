@@ -30,7 +30,7 @@ Messages = Iterator[tuple[int, Message]]
 
 @contextlib.contextmanager
 def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> Iterator[Messages]:
-    """Start the processes of one session, yield their messages, and kill any that still run at the end."""
+    """Start the processes of one session, yield their messages, and kill the remaining processes at the end."""
     log = job.folder / f"log_{kind.value}_{session}.txt"
     # A forked process would inherit libraries that have already read their environment variables.
     context = multiprocessing.get_context("spawn")

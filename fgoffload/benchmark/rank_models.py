@@ -32,7 +32,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""Any setting of our engine. We read the window and the minimum tensor size from it, which all such settings share."""
+"""Any setting of our engine, from which we read the window and the minimum tensor size that all such settings share."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients are bf16 like the parameters."""

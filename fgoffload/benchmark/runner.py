@@ -44,7 +44,7 @@ OnStep = Callable[[float | None], None]
 """Called with the mean loss of each step, or with None while a profile is measured or a plan is tried."""
 
 _TRIED_STEPS = 4
-"""Number of measured steps in a plan's trial, after one warm-up step or, with graphs, the first replay."""
+"""Number of measured steps in a plan's trial run, after one warm-up step or, with graphs, the first replay."""
 
 
 class Runner:

@@ -54,9 +54,9 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Some settings need a separate one, since libraries read variables at import or keep global state."""
+    """Kinds of processes. They are separate, since libraries read environment variables at import or keep global state."""
 
-    MAIN = "main"  # all settings that the other kinds do not run
+    MAIN = "main"  # all settings except those of the kinds below
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
     LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
 

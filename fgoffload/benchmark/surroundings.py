@@ -30,7 +30,7 @@ class Surroundings:
     cuda: str | None
     """CUDA version that torch was built with."""
     cpus: int
-    """Number of CPU cores that this process may use."""
+    """Number of CPU cores that this process can use."""
     variables: Mapping[str, str]
     """Environment variables that affect the libraries, with their values. Unset variables are omitted."""
 

@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # An error with a file name is not about stdout or stderr.
+        # An error with a file name did not come from writing to stdout or stderr.
         if error.errno not in _FULL or error.filename is not None:
             raise
         full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect the output.")

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 NAME = "bench"
 SUMMARY = "compare step time and memory of several settings"
 DESCRIPTION = (
-    "Trains the model in a Megatron argument file for a few steps under each of several settings, and compares step time and "
-    "memory: baseline, recompute, fgoffload, and the offload features of Megatron-Core, Transformer Engine and PyTorch."
+    "Trains the model in a Megatron argument file for a few steps under each setting, and compares step time and memory. The "
+    "settings are baseline, recompute, fgoffload, and the offload features of Megatron-Core, Transformer Engine and PyTorch."
 )
 USAGE = "fgoffload bench ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload bench tiny_moe"

@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A command's module. It must not import heavy packages at the top, since every command imports all of these modules."""
+    """A command's module. It must not import heavy packages at the top, since `fgoffload` imports all command modules."""
 
     NAME: str
     SUMMARY: str

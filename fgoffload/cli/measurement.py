@@ -53,7 +53,7 @@ def load_training(
 ) -> Training:
     """Read the flags and the text, and check both before the model is built.
 
-    Megatron's flags in `typed` override the argument file at `path`. Errors suggest `own_flags`, the command's own flags. If
+    Megatron's flags in `typed` override the argument file at `path`. Errors can suggest `own_flags`, the command's flags. If
     `data` is None, the text is Python's standard library. If `steps` is None, the flags set the number of steps.
     """
     flags = read_argument_file(path, variables=os.environ)
@@ -168,7 +168,7 @@ def _explain_rejection(training: Training, offload: OffloadConfig | None, when: 
         see = f"Set {TRACEBACK_VARIABLE}=1 to see the traceback"
         if offload is None:
             raise training.arguments.source.refuse(
-                f"Megatron-Core rejected these arguments {when}: {text}. Change the flags in that message. {see}."
+                f"Megatron-Core rejected these arguments {when}: {text}. Change the flags named in that message. {see}."
             ) from error
         raise InternalError(
             f"{training.arguments.source}: offload failed {when}, but the same arguments work without offload: {text}. "

@@ -17,7 +17,7 @@ DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser`. It is optional, since `check_argument_file` has a better error for a missing file."""
+    """Add the argument file to `parser`. It is optional, since `check_argument_file` reports a missing file more clearly."""
     meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
@@ -46,7 +46,7 @@ def suggest_model(name: str) -> str:
 def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
     """Return the path of the argument file in `options`, which can name a shipped model instead.
 
-    Errors show the command line `example`. If the first of `flags`, the unrecognized words, looks misspelled, they correct it.
+    Errors show the command line `example`. If the first unrecognized word in `flags` is misspelled, they suggest a fix.
     """
     name = options.arguments_file
     hint = suggest(flags[0], options.own_flags) if flags else ""

@@ -18,7 +18,7 @@ class PlannedDevice:
     """The device to plan for. All ranks use the same device."""
 
     hardware: "Hardware | None"
-    """Hardware from the table or a file, with link rates from `profile` if given. None if `profile` is of a training run."""
+    """Hardware from the table or a file, with link rates from `profile` if given. None if `profile` is from a training run."""
     profile: "Profile | None"
     """A profile of a training run, or only of the link."""
     link_line: str = ""
@@ -36,7 +36,7 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
         if checked.gpu is not None or checked.hardware is not None:
             raise ConfigError(
                 f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile} both set the device, "
-                "since the profile is of a training run. Use only one of them."
+                "since the profile is from a training run. Use only one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
     device = _replace_link(_read_hardware(checked, measured), measured)
@@ -86,7 +86,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
     """Return the memory budget of each rank: `given_bytes`, or all of the device's memory.
 
     Raises:
-        ConfigError: The budget exceeds the device's memory, or is missing although `hardware` is unknown.
+        ConfigError: The budget exceeds the device's memory, or it is missing and that memory is unknown.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:

@@ -13,7 +13,7 @@ from fgoffload.units import GIB
 MOST_OVERHEAD = 1.5
 """Upper limit of the y axis in the plot of a sweep: step time relative to the baseline."""
 MOST_DRAWN_SPANS = 4000
-"""Maximum number of ops and copies that a plot shows. With more, the plot ends soon after the peak."""
+"""Maximum number of ops and copies on a rank for which a plot shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selective recompute": "D", "offload everything": "v"}

@@ -34,7 +34,7 @@ def build_profiled_ranks(
     """Build the pipeline ranks from `profile`, which was read from `path`, and adapt them to the planned run.
 
     Raises:
-        ConfigError: The profile is of a different run. The message shows the first difference.
+        ConfigError: The profile was measured on a different run. The message shows the first difference.
     """
     measure = f"fgoffload profile {checked.model} --json {path}"
     if profile.training is None:
@@ -67,7 +67,7 @@ def _compare_runs(
     training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> Iterator[tuple[str, object, object]]:
     """Yield the name, the measured value and the planned value of each field that differs."""
-    source = str(checked.model)  # for both runs, so that a warning about both has one text and is shown once
+    source = str(checked.model)  # the same for both runs, so that a warning about both is shown only once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
     # Compare parallel sizes first, since other fields, such as the padded vocabulary, depend on them.

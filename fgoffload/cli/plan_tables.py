@@ -26,8 +26,8 @@ PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
 """Relative uncertainty of predicted step times: from a profile, and from the hardware table for dense and for MoE models. About
 four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Relative difference between two predicted step times below which it counts as noise. This is less than the uncertainty of
-each step time, since two predictions for the same model share most of their error."""
+"""If two predicted step times differ by less than this fraction, the difference is noise. The fraction is below the uncertainty
+of each step time, since two predictions for the same model share most of their error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +70,14 @@ def find_uncertainty(subject: Subject) -> float:
 
 
 def build_decision_table(report: PlanReport) -> Table:
-    """Return a table of the plan's actions. Each row has the bytes, cost and reason for a tag and action in a kind of layer."""
+    """Return a table of the plan's actions. Each row combines a kind of layer, a tag and an action."""
     table = make_table(
         left=("kind of layer", "tag or unit", "action"),
         right=("layers", "frees", "offloads", "recompute", "hidden copies", "exposed copies", "cost"),
         last=("reason",),
         title="Actions of the plan",
         caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum over all ranks; cost: step "
-        "time added on the rank that would exceed its memory most without the row, negative if the row shortens waits; tags "
+        "time added on the rank that would have the highest peak without the row, negative if the row shortens waits; tags "
         "that only share another tag's storage have no row",
     )
     solution = report.solution

@@ -46,7 +46,7 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
 
 def _build_link_table(link: LinkProfile) -> Table:
     caption = f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
-    headings = ("copy size", "to host", "to device", "each way, both in use")
+    headings = ("copy size", "to host", "to device", "duplex, each way")
     table = make_table(right=headings, title="link to the host, GB/s", caption=caption)
     for copy in link.copies:
         rates = (copy.d2h_bytes_per_s, copy.h2d_bytes_per_s, copy.duplex_bytes_per_s)

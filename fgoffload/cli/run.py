@@ -52,7 +52,7 @@ OWN_FLAGS: Mapping[str, str] = {
     "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
     "--delay-offload-until-cuda-graph": "start copies after the next CUDA graph is launched",
 }
-"""Our flags and what they do. The real parser loads torch, which the help must not do; a test compares both."""
+"""Our flags and their meanings, repeated here because the real parser loads torch. A test compares both."""
 
 
 class RunRequest(NamedTuple):
@@ -67,7 +67,7 @@ class RunRequest(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to `parser` for its help. `read_request` parses the actual arguments."""
+    """Add our flags to `parser`, which shows them in its help. `read_request` parses the arguments."""
     both = parser.add_argument_group("flag for Megatron-LM and for a transformers Trainer")
     megatron = parser.add_argument_group("flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():

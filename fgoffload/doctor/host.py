@@ -76,7 +76,7 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if not near & machine.cpus:
         return warn(name, f"this process cannot run on node {node}, the GPU's NUMA node", fix)
     if machine.cpus - near:
-        found = f"this process may run on {len(machine.cpus)} CPUs, but only {len(near)} are on the GPU's NUMA node {node}"
+        found = f"this process can run on {len(machine.cpus)} CPUs, but only {len(near)} are on the GPU's NUMA node {node}"
         return warn(name, found, f"{fix}, or use torchrun --numa-binding node")
     return ok(name, f"this process runs on node {node}, the GPU's NUMA node")
 

@@ -107,7 +107,7 @@ class Machine:
         return CommandResult(ended.returncode, ended.stdout + ended.stderr)
 
     def find_version(self, distribution: str) -> str | None:
-        """Return the version of an installed distribution, or None."""
+        """Return the version of a distribution, or None if it is not installed."""
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:

@@ -173,4 +173,4 @@ def test_a_measured_link_replaces_only_the_link_of_the_hardware_table(capsys, tm
 def test_a_device_and_a_training_profile_exclude_each_other(capsys, arguments, profile):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile} both set the device, since the profile is of a training run. Use only one" in err
+    assert f"--gpu and --profile {profile} both set the device, since the profile is from a training run. Use only one" in err
