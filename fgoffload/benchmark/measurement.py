@@ -31,7 +31,7 @@ class Measurement:
     """Peak bytes of tensors during the timed steps; None on a CPU."""
     peak_reserved_bytes: int | None = None
     activation_peak_bytes: int | None = None
-    """Peak bytes saved for backward, from a separate step. Only measured on a CPU."""
+    """Peak bytes saved for backward, from a separate step. Measured only on a CPU."""
     host_bytes: int | None = None
     """Pinned host bytes, including cached ones; None on a CPU without our engine."""
     d2h_bytes: int | None = None
@@ -64,7 +64,7 @@ class Outcome:
     process: ProcessKind
     """Kind of process that ran the setting. `baseline` runs in each kind of process."""
     session: int
-    """Index of the run's session in the whole benchmark. Times are only compared within a session."""
+    """Index of the run's session in the whole benchmark. Times are compared only within a session."""
     measurement: Measurement | None = None
     """Measured times and memory; None in a bitwise comparison or if the run failed."""
     bits: tuple[StepResult, ...] = ()
@@ -127,7 +127,7 @@ def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
-    """Merge the measurements of all ranks for the same steps."""
+    """Merge the measurements that all ranks took of the same steps."""
     slowest = tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True)))
     return _merge(measurements, step_seconds=slowest, sums=_SUMS)
 

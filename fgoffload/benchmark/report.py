@@ -200,7 +200,7 @@ def name_versions(surroundings: Surroundings) -> str:
 
 
 def _start_table(title: str) -> Table:
-    # Rich would parse a plain string as markup, and names and errors may contain brackets.
+    # Rich would parse a plain string as markup, and names and errors can contain brackets.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 

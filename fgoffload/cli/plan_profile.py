@@ -25,7 +25,7 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Fields that may differ between the runs. The type of fused gate does not change the saved bytes."""
+"""Fields that may differ between the measured and the planned run. The type of fused gate does not change the saved bytes."""
 
 
 def build_profiled_ranks(

@@ -90,7 +90,7 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return the flags to train with, for the plan and for the best of Megatron's own settings, the recommended ones first."""
+    """Return the flags for training with the plan and with Megatron's own best settings, the recommended ones first."""
     if not solution.plan.actions:
         return "Everything is kept on the GPU: the run fits the budget without a plan."
     own = "this plan. Write it with --json plan.json."
