@@ -25,7 +25,7 @@ _JOIN_SECONDS = 60.0
 """Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
 Messages = Iterator[tuple[int, Message]]
-"""Pairs of rank and message, until all processes have finished or one has crashed."""
+"""Pairs of rank and message. The iterator ends when all processes have finished or one has crashed."""
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 _MAX_REASON_LENGTH = 300
-"""Maximum number of characters of an error in a table. The log contains the full error."""
+"""Maximum number of characters of an error message in a table. The log contains the full message."""
 
 
 def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Path, kind: ProcessKind, **place: Any) -> None:

@@ -20,7 +20,7 @@ GRACE_SECONDS = 1.0
 def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     """End the process with `exit_code` if the body has not ended `GRACE_SECONDS` after Ctrl-C.
 
-    Does nothing in other threads than the main one, since Python delivers signals only there.
+    Does nothing outside the main thread, since Python delivers signals only to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

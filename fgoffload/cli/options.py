@@ -99,7 +99,7 @@ def explain_unusable_file(name: str) -> str:
 def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.PathLike[str] | None]) -> Path:
     """Check an output file before the work starts, and return its path.
 
-    `inputs` are input files that must not be overwritten, keyed by description. None means that the file is not given.
+    `inputs` are input files that must not be overwritten, keyed by description. None means that no file is given.
     """
     if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
         raise ConfigError(f"--plot {name!r} has an unsupported image format. Use one of {', '.join(PLOT_SUFFIXES)}.")

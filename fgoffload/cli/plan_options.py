@@ -59,7 +59,7 @@ class PlanOptions:
     thorough: bool
     verbose: bool
     host: "HostGuess | None"
-    """Whether to assume a launch-bound step. None uses the profile; without a profile, the step is assumed not to be."""
+    """Whether to assume that the step is launch-bound. None follows the profile or, without one, assumes that it is not."""
     json: Path | None
     plot: Path | None
     timeline: Path | None

@@ -62,7 +62,7 @@ def show_plan(
     """Plan, print the summary, and write the files. Budgets are per rank; None means no limit.
 
     Raises:
-        PlanError: No plan fits.
+        PlanError: No plan fits the budgets.
     """
     passes = THOROUGH_LAYER_PASSES if checked.thorough else DEFAULT_LAYER_PASSES
     with _working("planning"):

@@ -216,7 +216,7 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # it fails after a CUDA error, which must stay visible
+    except (OffloadError, RuntimeError) as error:  # after a CUDA error, removal fails too, but must not hide it
         show_line(f"warning: offload could not be removed after the script: {error}")
 
 

@@ -36,7 +36,7 @@ def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
-    """Check that each rank's share of free host memory is large enough, within the limits of the control group."""
+    """Check that each rank's share of free host memory is large enough, within the limits of its cgroup."""
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")

@@ -29,7 +29,7 @@ def check_versions(machine: Machine) -> Iterator[CheckResult]:
 def _check_torch(machine: Machine) -> CheckResult:
     found = machine.find_version("torch")
     if found is None:
-        missing = "not installed; only `fgoffload plan` and `fgoffload doctor` work without it"
+        missing = "not installed; only `fgoffload plan`, `doctor` and `completion` work without it"
         return fail("torch", missing, "install torch 2.9 or newer: pip install 'fgoffload[torch]'")
     fault = machine.find_import_fault("torch")
     if fault is not None:
