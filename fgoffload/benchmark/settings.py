@@ -54,7 +54,7 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Settings need different ones, since libraries read variables at import or keep global state."""
+    """Kinds of processes. They differ, since libraries read environment variables only at import or keep global state."""
 
     MAIN = "main"  # all settings except those of the kinds below
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
@@ -246,7 +246,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Se
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Raise ConfigError if two settings have the same name, such as plan files in different folders."""
+    """Raise ConfigError if two settings have the same name, for example plan files in different folders."""
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:
