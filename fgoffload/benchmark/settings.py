@@ -54,7 +54,7 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. They differ, since libraries read environment variables only at import or keep global state."""
+    """Kinds of processes for different settings, since libraries read environment variables at import or keep global state."""
 
     MAIN = "main"  # all settings except those of the kinds below
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
