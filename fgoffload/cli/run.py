@@ -168,8 +168,8 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             exit_code = run_script(request.script, own.script_words)
             if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
-                    f"warning: {request.script} did not run a model from the patched Megatron-Core, so nothing was offloaded. "
-                    "Use a script that trains such a model, or remove fgoffload's flags."
+                    f"warning: {request.script} ran no model of the patched Megatron-Core, so nothing was offloaded. Use a "
+                    "script that trains such a model, or remove fgoffload's flags."
                 )
         finally:
             _remove(offload)
