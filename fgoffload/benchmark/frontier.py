@@ -1,4 +1,4 @@
-"""Finds and plots the Pareto frontier of memory against step time."""
+"""Finds and plots the Pareto frontier of memory and step time."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,7 +22,7 @@ LINES = {
 """Label, color and marker of each system in the plot."""
 
 MAX_RATIO = 1.5
-"""Maximum step time in the plot, relative to the baseline. Full recompute is below it."""
+"""Maximum step time in the plot, relative to the baseline. Full recompute stays below this limit."""
 
 
 class Point(NamedTuple):
@@ -43,8 +43,8 @@ def find_frontier(points: Iterable[Point]) -> list[Point]:
 
 
 def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
-    """Plot step time against peak memory, with a line along the frontier of each system."""
-    # Imported here because the import is slow. pyplot would keep the figure in global state.
+    """Plot step time against peak memory, with a line along each system's frontier."""
+    # Imported here because the import is slow. Unlike pyplot, Figure keeps no global state.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8.5, 5), layout="constrained")
@@ -54,7 +54,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
     for one in summaries:
         if one.ratio is not None and one.peak_bytes is not None:
             points[one.setting.system].append(Point(one.peak_bytes, one.ratio))
-    # Models that are small enough for a CPU have a peak of a few MiB.
+    # Models that are small enough for a CPU have peaks of only a few MiB.
     most = max((point.peak_bytes for own in points.values() for point in own), default=0)
     scale, unit = (GIB, "GiB") if most >= GIB else (MIB, "MiB")
     for system, (label, color, marker) in LINES.items():
@@ -62,7 +62,7 @@ def write_frontier_plot(path: Path, summaries: Sequence[Summary], *, title: str)
         if not shown:
             continue
         axes.scatter(*_locate(shown, scale), color=color, marker=marker, label=label)
-        if system is not System.BASELINE:  # the baseline is a point on the frontier of each system
+        if system is not System.BASELINE:  # each line includes the baseline
             axes.plot(*_locate(find_frontier([*points[System.BASELINE][:1], *shown]), scale), linewidth=1.2, color=color)
     axes.axhline(1.0, color="#cccccc", linewidth=0.8, zorder=0)
     axes.set_xlabel(f"{'peak allocated memory' if is_allocated else 'peak activation memory'} [{unit}]")

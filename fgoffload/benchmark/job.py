@@ -10,7 +10,7 @@ from fgoffload.benchmark.surroundings import Surroundings
 
 
 def make_file_name(name: str) -> str:
-    """Replace the characters of a setting's name that are unsuitable for a file name."""
+    """Replace the characters in a setting's name that are unsuitable for a file name."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name)
 
 
@@ -24,7 +24,7 @@ class Job:
     typed_flags: tuple[str, ...] = ()
     """Megatron's flags on the command line. They override the file's flags; a setting's flags override both."""
     own_flags: tuple[str, ...] = ()
-    """Flags of the command itself, which an error may suggest after a typo."""
+    """Flags of `fgoffload bench` itself, which errors can suggest for a misspelled flag."""
     world_size: int | None = None
     """Number of training processes; None for the minimum that one copy of the model needs."""
     warmup: int
@@ -36,12 +36,12 @@ class Job:
     steps_until_replay: int = 0
     """Number of eager and capture steps before the first step that only replays CUDA graphs. 0 without graphs."""
     compares_bits: bool = False
-    """Compare losses and gradients with deterministic kernels instead of measuring times."""
+    """Whether to compare losses and gradients with deterministic kernels instead of measuring times."""
     has_optimizer: bool = False
-    """Update the parameters in each step."""
+    """Whether each step updates the parameters."""
     folder: Path
     profile: Path | None = None
-    """Profile that plans and predictions use."""
+    """Profile used for planning and prediction."""
     measures_profile: bool = False
     writes_traces: bool = False
 

@@ -1,4 +1,4 @@
-"""Parses the flags of each setting and checks them before a model is built. Loads torch."""
+"""Parses the flags of each setting, and checks them before a model is built. Loads torch."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from fgoffload.trainer.limits import check_plan_file, check_supported
 from fgoffload.trainer.training_arguments import TrainingArguments
 
 _CHOSEN_BY_SETTINGS = ("recompute_granularity", "cpu_offloading")
-"""Fields of Megatron's config that no flag can reset, so only settings may set them."""
+"""Fields of Megatron's config that no flag can reset. Therefore, only settings may set them, not the argument file."""
 
 
 def load_arguments(job: Job) -> TrainingArguments:
@@ -49,7 +49,7 @@ def parse_setting_arguments(job: Job, setting: Setting) -> TrainingArguments:
 
 
 def check_plan_files(job: Job, settings: Iterable[Setting]) -> None:
-    """Check the settings' plan files early. Otherwise, a process would find an error only when it reaches the setting.
+    """Check the settings' plan files early. Otherwise, an error would appear only when a process reaches the setting.
 
     Raises:
         ConfigError: Megatron-Core rejects the flags, or a plan offloads an unknown tag.

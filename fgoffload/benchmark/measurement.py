@@ -10,7 +10,7 @@ from fgoffload.benchmark.settings import BASELINE, ProcessKind, Setting
 from fgoffload.trainer.steps import StepResult
 
 MIN_REPEATS = 3
-"""Minimum number of repeats for a confidence interval. With two, the interval is over ten times the ratios' difference."""
+"""Minimum number of repeats for a confidence interval. With two, its width is over ten times the ratios' difference."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class Measurement:
     """Peak bytes of tensors during the timed steps; None on a CPU."""
     peak_reserved_bytes: int | None = None
     activation_peak_bytes: int | None = None
-    """Peak bytes saved for backward, from a separate step. Only measured on a CPU."""
+    """Peak bytes saved for backward, from a separate step. Measured only on a CPU."""
     host_bytes: int | None = None
     """Pinned host bytes, including cached ones; None on a CPU without our engine."""
     d2h_bytes: int | None = None
@@ -53,7 +53,7 @@ class Measurement:
 
 
 _SUMS = ("host_bytes", "d2h_bytes", "prefetch_misses", "window_waits")
-"""Fields of a measurement that are summed over ranks. For the others, ranks are merged by maximum."""
+"""Fields of a measurement that are summed over ranks. For all other fields, the maximum over ranks is used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Outcome:
     process: ProcessKind
     """Kind of process that ran the setting. `baseline` runs in each kind of process."""
     session: int
-    """Index of the run's session in the whole benchmark. Times are only compared within a session."""
+    """Index of the run's session in the whole benchmark. Times are compared only within a session."""
     measurement: Measurement | None = None
     """Measured times and memory; None in a bitwise comparison or if the run failed."""
     bits: tuple[StepResult, ...] = ()
@@ -85,11 +85,11 @@ class Summary:
     setting: Setting
     process: ProcessKind
     step_seconds: tuple[float, ...] = ()
-    """Seconds of all timed steps of all repeats; empty if all failed."""
+    """Seconds of each timed step in all repeats; empty if every repeat failed."""
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats. `step_seconds` are from the first repeat."""
+    """Maximum of each number over all repeats. `step_seconds` are from the first repeat that succeeded."""
     failure: str = ""
 
     @property
@@ -106,7 +106,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    This is Student's t-interval of the log ratios. Each repeat has its own `baseline`, so machine drift mostly cancels out.
+    This is Student's t-interval of the log ratios. Each repeat has its own `baseline`, so drift in speed mostly cancels out.
     """
     if len(ratios) < MIN_REPEATS:
         return None
@@ -127,7 +127,7 @@ def find_quantiles(seconds: Sequence[float]) -> tuple[float, float, float]:
 
 
 def merge_ranks(measurements: Sequence[Measurement]) -> Measurement:
-    """Merge the measurements of all ranks for the same steps."""
+    """Merge the measurements that all ranks took of the same steps."""
     slowest = tuple(map(max, zip(*(one.step_seconds for one in measurements), strict=True)))
     return _merge(measurements, step_seconds=slowest, sums=_SUMS)
 
@@ -136,7 +136,7 @@ def find_ratio(outcomes: Sequence[Outcome], outcome: Outcome) -> float | None:
     """Return the step time of `outcome` relative to the baseline, or None if either time is missing.
 
     The baseline time is the median of all `baseline` steps in the same session and repeat. Two builds of the `baseline` model
-    differ slightly in speed, so the `baseline` runs next to a setting are no better references than the others.
+    differ slightly in speed, so the `baseline` runs adjacent to a setting are no better references than the others.
     """
     if outcome.measurement is None:
         return None

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Source(enum.Enum):
-    """Data from which times and bytes are predicted."""
+    """Data on which the predictions are based."""
 
     TABLE = "table"  # formulas and the hardware table
     PROFILE = "profile"  # one measured baseline step
@@ -32,15 +32,15 @@ class Source(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """Simulated step of one setting."""
+    """Simulated step time and memory of one setting."""
 
     step_s: float
     ratio: float
     """Step time relative to the simulated step of `baseline`."""
     peak_bytes: int
-    """Peak bytes, the maximum over ranks."""
+    """Peak device bytes, the maximum over ranks."""
     static_bytes: int
-    """Bytes of `peak_bytes` that are always allocated."""
+    """Part of `peak_bytes` that stays allocated throughout the step."""
 
     def find_peak(self, measurement: Measurement) -> int:
         """Return the bytes to compare with the peak of `measurement`. On a CPU, that peak counts only activations."""
@@ -48,7 +48,7 @@ class Prediction:
 
 
 Predictions = Mapping[Setting, Mapping[Source, Prediction]]
-"""Predictions by setting and source. A source that cannot simulate a setting is missing."""
+"""Predictions keyed by setting, then by source. A source that cannot simulate a setting is missing."""
 
 
 class Forecaster:
@@ -84,14 +84,14 @@ class Forecaster:
 
 
 def predict(ranks: Sequence[RankModel], setting: Setting) -> Prediction:
-    """Simulate a setting whose system is not in `OWN_HOOKS`. A setting with a budget needs its plan.
+    """Simulate a setting whose system is not in `OWN_HOOKS`. A setting with a budget must already have a plan.
 
     Raises:
         ConfigError: The planner does not support a module of the setting.
         PlanError: The plan file cannot be read, or `ranks` cannot execute the setting.
     """
     plan = _make_plan(ranks, setting)
-    # Megatron's own recompute runs without this package.
+    # Megatron's own recompute does not use our engine.
     has_engine = setting.system is not System.RECOMPUTE
     ranks = [dataclasses.replace(rank, has_engine=has_engine, turn=Turn.CANCEL) for rank in ranks]
     if setting.plan is None:

@@ -25,12 +25,12 @@ _JOIN_SECONDS = 60.0
 """Timeout in seconds for a process to exit after its last message. CUDA takes seconds to free its memory."""
 
 Messages = Iterator[tuple[int, Message]]
-"""Pairs of rank and message, until all processes have finished or one has crashed."""
+"""Pairs of rank and message. The iterator ends when all processes have finished or one has crashed."""
 
 
 @contextlib.contextmanager
 def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int) -> Iterator[Messages]:
-    """Start the processes of one session, yield their messages, and kill the processes at the end."""
+    """Start the processes of one session, yield their messages, and kill the remaining processes at the end."""
     log = job.folder / f"log_{kind.value}_{session}.txt"
     # A forked process would inherit libraries that have already read their environment variables.
     context = multiprocessing.get_context("spawn")
@@ -49,7 +49,7 @@ def start_session(job: Job, runs: Sequence[Run], kind: ProcessKind, session: int
             yield _listen(processes, readers, log)
         finally:
             for process in processes:
-                if readers:  # some process has not finished
+                if readers:  # at least one process has not finished
                     process.kill()
                 process.join(_JOIN_SECONDS)
                 process.kill()
@@ -91,7 +91,7 @@ def run_sessions(
     on_message: Callable[[Message], None] = lambda message: None,
     start: Callable[..., contextlib.AbstractContextManager[Messages]] = start_session,
 ) -> Iterator[Outcome]:
-    """Run `runs`, `baseline` first, in sessions of one kind. Yield the outcome of each run as it ends.
+    """Run `runs`, which start with `baseline`, in sessions of one kind of process. Yield each outcome as its run ends.
 
     `on_message` is called with each message from rank 0. `start` has the signature of `start_session`.
     """
@@ -112,7 +112,7 @@ def run_sessions(
         failed, *rest = pending[ended:]
         yield Outcome(run=failed, process=kind, session=session, failure=crash.reason)
         if ended == 0:
-            # The first `baseline` crashed, so it would also crash in another session.
+            # Another session would start with the same `baseline`, and crash too.
             reason = f"not measured because the baseline failed: {crash.reason}"
             for run in rest:
                 yield Outcome(run=run, process=kind, session=session, failure=reason)
@@ -121,7 +121,7 @@ def run_sessions(
 
 
 def _list_remaining(failed: Run, rest: Sequence[Run], *, baselines: int) -> list[Run]:
-    """Return the runs of the session after a crash: `baselines` runs of `baseline`, then `rest` without the failed setting."""
+    """Return the runs for the session after a crash: `baselines` runs of `baseline`, then `rest` without the failed setting."""
     remaining = [run for run in rest if run.setting == BASELINE or run.setting != failed.setting]
     if all(run.setting == BASELINE for run in remaining):
         return []  # no setting is left to compare with `baseline`

@@ -1,7 +1,7 @@
 """Builds the planner's model of a training run, and plans for a memory budget.
 
-Predictions of temporary memory are inexact. If the trial of a plan exceeds the budget, the next plan reserves the prediction
-error as free memory, as with `--offload-modules auto`.
+Predictions of temporary memory are inexact. If the trial run of a plan exceeds the budget, the next plan leaves the prediction
+error free, as `--offload-modules auto` does.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from fgoffload.units import format_bytes
 logger = logging.getLogger(__name__)
 
 ANY_OF_OURS = Setting(system=System.OURS, modules=("core_attn",))
-"""A setting of our engine, used to read the window and size flags that all of its settings share."""
+"""Any setting of our engine, from which we read the window and the minimum tensor size that all such settings share."""
 
 _GRADIENTS_ALONE = ParameterState(gradient_bytes=2, main_parameter_bytes=0, moment_bytes=0)
 """Parameter state without an optimizer. Gradients are bf16 like the parameters."""
@@ -41,7 +41,7 @@ _MAX_PLANS = 3
 """Maximum number of plans to try for a budget. The last one is used even if it exceeds the budget."""
 
 TryPlan = Callable[[Setting], int | None]
-"""Runs a setting for a few steps on all ranks together, and returns its peak bytes; None on a CPU."""
+"""Function that runs a setting for a few steps on all ranks together. It returns the peak bytes, or None on a CPU."""
 
 
 def load_profile(job: Job, device: str) -> Profile | None:
@@ -51,7 +51,7 @@ def load_profile(job: Job, device: str) -> Profile | None:
     profile = Profile.load(job.profile)
     if profile.device == device:
         return profile
-    logger.warning("ignoring the profile of %s, since this device is %s", profile.device, device)
+    logger.warning("ignoring the profile, which was measured on %s, since this device is %s", profile.device, device)
     return None
 
 
@@ -73,7 +73,7 @@ def check_profile(job: Job, arguments: TrainingArguments) -> None:
 
 
 def build_profile_ranks(job: Job, profile: Profile) -> tuple[RankModel, ...]:
-    """Return the planner's model of each pipeline rank, with the times of a profile."""
+    """Return the planner's model of each pipeline rank, with times from a profile."""
     arguments = parse_setting_arguments(job, BASELINE)
     offload: Any = parse_setting_arguments(job, ANY_OF_OURS).offload
     ranks = make_rank_models(profile, policy=offload.transfer_policy, microbatches=arguments.num_microbatches)
@@ -117,7 +117,7 @@ def build_table_ranks(job: Job, hardware: Hardware | None) -> tuple[RankModel, .
 
 
 def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_plan: TryPlan | None) -> Setting:
-    """Return `setting` with the first plan whose trial is within the budget, or else with the last plan.
+    """Return `setting` with the first plan whose trial run stays within the budget, or else with the last plan.
 
     The plan is written to `path`. Without `try_plan`, the first plan is accepted.
 
@@ -133,7 +133,7 @@ def plan_budget(setting: Setting, ranks: Sequence[RankModel], path: Path, try_pl
         except PlanError as error:
             if number == 0:
                 raise
-            logger.warning("%s: the plan exceeds the budget, but no plan needs less memory. %s", setting.name, error)
+            logger.warning("%s: the plan exceeds the budget, and no plan leaves enough memory free. %s", setting.name, error)
             break
         write_file(path, solution.plan.to_json())
         peak_bytes = None if try_plan is None else try_plan(planned)

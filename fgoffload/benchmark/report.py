@@ -37,7 +37,7 @@ _INTERVALS = "Over baseline: the geometric mean of all repeats, with its 95% con
 
 
 def list_rows(summaries: Sequence[Summary], workload: Workload, predictions: Predictions) -> list[tuple[str, ...]]:
-    """Return a row of cells under `HEADINGS` for each measured setting. Predictions from a profile are preferred."""
+    """Return a row of cells under `HEADINGS` for each measured setting. Prefer predictions from a profile."""
     source = Source.PROFILE if any(Source.PROFILE in own for own in predictions.values()) else Source.TABLE
     rows: list[tuple[str, ...]] = []
     for summary in summaries:
@@ -89,7 +89,7 @@ def format_csv(outcomes: Sequence[Outcome], workload: Workload, predictions: Pre
 def _make_row(
     outcomes: Sequence[Outcome], outcome: Outcome, workload: Workload, predictions: Mapping[Source, Prediction]
 ) -> dict[str, Any]:
-    """Return all columns of a run. Times are rounded to a microsecond."""
+    """Return the values of all columns for a run. Times are rounded to microseconds."""
     measurement, ratio = outcome.measurement or Measurement(step_seconds=()), find_ratio(outcomes, outcome)
     seconds = measurement.step_seconds
     low, middle, high = (round(one, 6) for one in find_quantiles(seconds)) if seconds else (None, None, None)
@@ -200,7 +200,7 @@ def name_versions(surroundings: Surroundings) -> str:
 
 
 def _start_table(title: str) -> Table:
-    # Rich would parse a plain string as markup, and names and errors may contain brackets.
+    # Rich would parse a plain string as markup, and names and errors can contain brackets.
     return Table(title=Text(title), title_justify="left", caption_justify="left")
 
 

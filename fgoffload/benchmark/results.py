@@ -43,10 +43,10 @@ class Results:
 
 
 def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple[Run, ...]:
-    """Return the runs for one kind of process, in order; empty if no setting needs that kind.
+    """Return the runs for one kind of process, in order. There are none if no setting needs that kind.
 
-    Each repeat starts with `baseline` and runs the whole list, so that machine drift is visible. A bitwise comparison has one
-    repeat, in which `baseline` runs twice.
+    Each repeat starts with `baseline` and runs the whole list, which shows whether the machine's speed drifts. A bitwise
+    comparison has one repeat, in which `baseline` runs twice.
     """
     own = [setting for setting in settings if setting.process is kind and setting != BASELINE]
     if not own and kind is not ProcessKind.MAIN:
@@ -66,7 +66,7 @@ def list_runs(settings: Iterable[Setting], kind: ProcessKind, job: Job) -> tuple
 def collect_results(results: Results, settings: Sequence[Setting], *, on_message: Callable[[Message], None]) -> None:
     """Run `settings` after `baseline`, and add each outcome to `results` as soon as it is known.
 
-    `on_message` is called with each message from rank 0 of each session.
+    `on_message` is called with every message from rank 0 in every session.
     """
 
     def receive(message: Message) -> None:

@@ -1,6 +1,6 @@
 """Trains and measures one setting at a time on all ranks. Loads torch.
 
-All settings have the same model, seed, tokens and kernels. Between settings, the model and the allocators' caches are freed.
+All settings use the same model, seed, tokens and kernels. Between settings, the model and the allocators' caches are freed.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ OnStep = Callable[[float | None], None]
 """Called with the mean loss of each step, or with None while a profile is measured or a plan is tried."""
 
 _TRIED_STEPS = 4
-"""Number of measured steps in a plan's trial, after one warm-up step or, with graphs, the first replay."""
+"""Number of measured steps in a plan's trial run, after one warm-up step or, with graphs, the first replay."""
 
 
 class Runner:
-    """Measures settings of one job, on all ranks together."""
+    """Measures the settings of one job. All ranks must call its methods together."""
 
     def __init__(self, job: Job, on_step: OnStep) -> None:
         self._job = job
@@ -70,21 +70,21 @@ class Runner:
             if needs_cpu_support() and setting.system not in OWN_HOOKS:
                 measurement = _add_activation_peak(measurement, trainer)
             if self._job.writes_traces and run.repeat == 0:
-                # Every rank writes a trace, since one rank's trace shows why another rank waits.
+                # Every rank writes a trace, since the trace of one rank can show why another rank waits.
                 rank = torch.distributed.get_rank()
                 name = f"trace_{make_file_name(run.setting.name)}{f'_rank{rank}' if rank else ''}.json.gz"
                 write_trace(functools.partial(trainer.run_step, with_digests=False), self._job.folder / name)
         return merge_ranks(gather(measurement))
 
     def record_bits(self, setting: Setting) -> tuple[StepResult, ...]:
-        """Return the result of each step of a setting with deterministic kernels, merged over all ranks."""
+        """Train a setting with deterministic kernels, and return the result of each step, merged over all ranks."""
         # Plans are not tried, since deterministic kernels need temporary memory that the budget does not cover.
         with self.train(self._plan(setting, None), is_deterministic=True) as trainer:
             steps = [self._run_step(trainer, with_digests=True) for _ in range(self._job.steps_of_run)]
         return tuple(merge_steps(ranks) for ranks in zip(*gather(steps), strict=True))
 
     def measure_profile(self) -> None:
-        """Profile the training run, and write the profile on rank 0."""
+        """Profile the training run. Rank 0 writes the profile."""
         empty_caches()
         with disable_collector():
             arguments = parse_setting_arguments(self._job, ANY_OF_OURS)
@@ -126,7 +126,7 @@ class Runner:
         return self._planned[setting]
 
     def _try_plan(self, setting: Setting) -> int | None:
-        """Return the maximum over ranks of the peak bytes of a few steps; None on a CPU."""
+        """Train for a few steps, and return the peak bytes of the rank with the highest peak; None on a CPU."""
         if needs_cpu_support():
             return None
         with self.train(setting, has_optimizer=self._job.has_optimizer) as trainer, disable_collector():
@@ -140,7 +140,7 @@ class Runner:
                 return max(gather(torch.cuda.max_memory_allocated()))
             except torch.OutOfMemoryError:
                 if torch.distributed.get_world_size() > 1:
-                    raise  # the other ranks are in the middle of a step
+                    raise  # cannot continue, since the other ranks are in the middle of a step
                 return torch.cuda.mem_get_info()[1]
 
     def _build_ranks(self) -> Sequence[RankModel]:
@@ -171,7 +171,7 @@ def save_on_cpu(chunks: Sequence[torch.nn.Module]) -> None:
 
 @contextlib.contextmanager
 def disable_collector() -> Iterator[None]:
-    """Disable the garbage collector in the `with` block. One collection takes as long as a layer."""
+    """Disable garbage collection during the body. One collection takes as long as a layer, so it would distort step times."""
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -205,7 +205,7 @@ def _read_measurement(trainer: Trainer, seconds: tuple[float, ...]) -> Measureme
     stats = None if trainer.integration is None else trainer.integration.last_step
     memory: dict[str, int | None] = {}
     if not needs_cpu_support():
-        # Pinned memory of torch's allocator, whose cache was emptied before the setting. Our engine has its own arena.
+        # Pinned memory of torch's allocator, whose cache was emptied before this setting. Our engine's arena is added below.
         host = torch.cuda.host_memory_stats()
         memory = {
             "peak_allocated_bytes": find_peak(),

@@ -25,7 +25,7 @@ from fgoffload.tags import RECOMPUTE_MODULES
 from fgoffload.units import format_bytes, parse_bytes
 
 FULL = "full"
-"""Selects full recompute in place of recompute modules."""
+"""Value that selects full recompute instead of recompute modules."""
 
 _FULL_RECOMPUTE = ("--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1")
 _SWITCH = "--fine-grained-activation-offloading"
@@ -33,7 +33,7 @@ _OFF = "--no-fine-grained-activation-offloading"
 _DELAY, _NO_DELAY = "--delay-offload-until-cuda-graph", "--no-delay-offload-until-cuda-graph"
 
 _NEWER_RECOMPUTE_MODULES = ("gdn_norm_out", "gdp_in_proj", "gdp_qkv", "mhc")
-"""Additional values of `--recompute-modules` in Megatron-Core's development branch of 2026-08-22."""
+"""Additional values of `--recompute-modules` in Megatron-Core's development branch as of 2026-08-22."""
 
 
 class System(enum.Enum):
@@ -54,9 +54,9 @@ OWN_HOOKS = (System.MEGATRON, System.LAYERS, System.SAVE_ON_CPU)
 
 
 class ProcessKind(enum.Enum):
-    """Kinds of processes. Some settings need their own: libraries read environment variables at import or keep global state."""
+    """Kinds of processes for different settings, since libraries read environment variables at import or keep global state."""
 
-    MAIN = "main"  # all other settings
+    MAIN = "main"  # all settings except those of the kinds below
     MEGATRON = "megatron"  # NVTE_CPU_OFFLOAD_V1=1, which Megatron-Core's engine requires
     LAYERS = "te-layers"  # Transformer Engine's offload keeps state for the whole process
 
@@ -76,18 +76,18 @@ class Setting:
     fraction: float = 1.0
     """Fraction of the modules' sites to offload, from 0 to 1."""
     is_delayed: bool = False
-    """Whether to offload only after the launch of the next CUDA graph, for `megatron` and `ours`."""
+    """Whether copies start only after the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
     """Megatron's recompute modules, or only `full`."""
     layers: int | None = None
     """Number of layers that Transformer Engine offloads."""
     plan: Path | None = None
-    """Plan file, for `plan` and for a `budget` that has been planned."""
+    """Plan file, for `plan` and, once the plan has been made, for `budget`."""
     budget_bytes: int | None = None
 
     @property
     def name(self) -> str:
-        """The name as users type it, but without the folder of a plan file."""
+        """The name as users type it, but without the folder and suffix of a plan file."""
         recomputed = "+".join(self.recompute)
         what = {
             System.RECOMPUTE: recomputed,
@@ -111,7 +111,7 @@ class Setting:
         return own.get(self.system, ProcessKind.MAIN)
 
     def list_flags(self) -> tuple[str, ...]:
-        """Return the Megatron flags that this setting adds. Raises ConfigError for a budget without a plan."""
+        """Return the Megatron flags that this setting adds. Raise ConfigError for a budget without a plan."""
         recompute: tuple[str, ...] = ()
         if self.recompute == (FULL,):
             recompute = _FULL_RECOMPUTE
@@ -152,7 +152,7 @@ _EXAMPLES = {
     System.PLAN: "plan:plan.json",
     System.BUDGET: "budget:18.9GiB",
 }
-"""An example for each system that needs more than its name."""
+"""An example setting for each system whose name needs further text, such as modules."""
 
 _NAME = re.compile(
     r"(?P<system>[\w-]+)(?::(?P<what>[^@/~]+))?(?:@(?P<fraction>[0-9]*\.?[0-9]+))?(?P<delay>~delay)?(?:/(?P<recompute>.+))?"
@@ -160,9 +160,9 @@ _NAME = re.compile(
 
 
 def parse_setting(text: str) -> Setting:
-    """Parse the name of a setting. Raises ConfigError with an example if `text` is not a setting."""
+    """Parse the name of a setting. Raise ConfigError with an example if `text` is not a setting."""
     if text.startswith(f"{System.PLAN.value}:") and (path := text.partition(":")[2]):
-        # A path may contain characters that have a meaning in other settings.
+        # A path can contain characters that have a special meaning in other settings.
         return Setting(system=System.PLAN, plan=Path(path))
     match = _NAME.fullmatch(text)
     system = next((one for one in System if match and one.value == match["system"]), None)
@@ -201,7 +201,7 @@ def parse_setting(text: str) -> Setting:
 
 
 def list_default_settings(transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
-    """Return the settings to measure by default for a model with these fields of Megatron's config, `baseline` first."""
+    """Return the settings to measure by default for a model with these Megatron config fields, `baseline` first."""
     recomputes, modules = list_recomputes(transformer), tuple(_list_module_sets(transformer))
     found = [BASELINE, *(Setting(system=System.RECOMPUTE, recompute=one) for one in recomputes)]
     found.append(Setting(system=System.OURS, modules=("layer_input",), recompute=(FULL,)))
@@ -234,8 +234,8 @@ def list_recomputes(transformer: Mapping[str, Any]) -> Sequence[tuple[str, ...]]
 def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Sequence[Setting] = ()) -> tuple[Setting, ...]:
     """Return the settings to measure, without duplicates and with `baseline` first.
 
-    Each of `words` is a setting, or a system, which selects all its `defaults`. Without words, all defaults are selected. Plans
-    and budgets in `extra` are always measured.
+    Each of `words` is a setting, or a system, which selects all settings of this system in `defaults` and `extra`. Without
+    words, all of `defaults` are selected. Settings in `extra` are always included.
     """
     systems = {one.value: one for one in System}
     chosen = [BASELINE]
@@ -246,7 +246,7 @@ def choose_settings(words: Iterable[str], defaults: Sequence[Setting], extra: Se
 
 
 def check_names(settings: Iterable[Setting]) -> None:
-    """Raise ConfigError if two settings have the same name, as plan files in different folders may."""
+    """Raise ConfigError if two settings have the same name, for example plan files in different folders."""
     seen: set[str] = set()
     for setting in settings:
         if setting.name in seen:
@@ -255,7 +255,7 @@ def check_names(settings: Iterable[Setting]) -> None:
 
 
 def _list_module_sets(transformer: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Yield sets of modules that Megatron-Core's engine also supports, each with the modules to recompute."""
+    """Yield sets of modules to offload, each with modules to recompute. Megatron-Core's engine also supports these sets."""
     attention = ("core_attn", "attn_proj")
     if not transformer.get("num_moe_experts"):
         yield from ((attention, ()), (("qkv_linear", *attention), ()))

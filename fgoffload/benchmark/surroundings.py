@@ -1,4 +1,4 @@
-"""Finds the versions and the environment variables that affect a benchmark."""
+"""Finds the package versions and environment variables that affect a benchmark."""
 
 import dataclasses
 import os
@@ -28,11 +28,11 @@ class Surroundings:
     python: str
     packages: Mapping[str, str]
     cuda: str | None
-    """CUDA version that torch was built for."""
+    """CUDA version that torch was built with."""
     cpus: int
-    """Number of CPU cores that this process may use."""
+    """Number of CPU cores that this process can use."""
     variables: Mapping[str, str]
-    """Environment variables that are set and affect the libraries, with their values."""
+    """Environment variables that affect the libraries, with their values. Unset variables are omitted."""
 
 
 def find_surroundings(*, device: str) -> Surroundings:

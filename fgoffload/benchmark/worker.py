@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from fgoffload.benchmark.runner import Runner
 
 _MAX_REASON_LENGTH = 300
-"""Maximum number of characters of an error in a table. The log contains the full error."""
+"""Maximum number of characters of an error message in a table. The log contains the full message."""
 
 
 def run_worker(job: Job, runs: Sequence[Run], connection: Connection, *, log: Path, kind: ProcessKind, **place: Any) -> None:
-    """Execute `runs`, with output to `log`, and end the process. `place` contains the other arguments of `_run_all`."""
+    """Execute `runs`, with all output in `log`, and end the process. `place` contains the other arguments of `_run_all`."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the parent process handles Ctrl-C
     redirect_output(log)
     set_environment(kind.environment)
@@ -69,7 +69,7 @@ def _run_all(
     for run in runs:
         connection.send(run)
         connection.send(_measure(job, runner, Outcome(run=run, process=kind, session=session)))
-    with contextlib.suppress(Exception):  # all results are sent by now
+    with contextlib.suppress(Exception):  # all results have been sent
         destroy_parallel()
 
 
@@ -79,7 +79,7 @@ def _measure(job: Job, runner: "Runner", outcome: Outcome) -> Outcome:
             return dataclasses.replace(outcome, bits=runner.record_bits(outcome.setting))
         return dataclasses.replace(outcome, measurement=runner.measure_times(outcome.run))
     except OffloadError as error:
-        # This process could continue, but another rank may be waiting for it.
+        # With several ranks, end the session, since another rank may be waiting for this one.
         if job.world_size != 1:
             raise
         traceback.print_exc()

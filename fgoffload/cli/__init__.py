@@ -1,4 +1,4 @@
-"""The command line. Each command is a module that imports heavy packages only when it runs.
+"""The command-line interface. Each command is a module that imports heavy packages only when it runs.
 
 An invalid flag or file raises an `OffloadError`, usually a `ConfigError`, which `main` shows on one line.
 
@@ -31,12 +31,12 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 EXIT_UNREAD = 141  # 128 + SIGPIPE
 
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "transformers")
-"""Packages that `--version` lists."""
+"""Packages whose versions `--version` shows."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 COMMANDS: tuple[Command, ...] = (train, run, plan, profile, bench, doctor, completion)
-"""Commands in the order in which the help lists them."""
+"""All commands, in the order in which `fgoffload --help` lists them."""
 
 __all__ = ["COMMANDS", "EXIT_ERROR", "EXIT_INTERRUPTED", "EXIT_UNREAD", "format_helps", "main"]
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_unread_output()
         return EXIT_UNREAD
     except OSError as error:
-        # Only errors from writing to stdout or stderr have no file name.
+        # An error with a file name did not come from writing to stdout or stderr.
         if error.errno not in _FULL or error.filename is not None:
             raise
         full = ConfigError(f"the output cannot be written: {error.strerror}. Free disk space or redirect the output.")
@@ -77,7 +77,7 @@ def _run(words: Sequence[str], log: LibraryLog) -> int:
         if command is not run:  # a script handles Ctrl-C itself
             around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
         if os.environ.get("RANK", "0") != "0":
-            log.setLevel(logging.CRITICAL)  # rank 0 shows warnings for all ranks; each rank shows its errors
+            log.setLevel(logging.CRITICAL)  # rank 0 shows warnings for all ranks; each rank shows its own errors
         around.enter_context(log.attached())
         return command.run(options, rest)
 
@@ -88,7 +88,7 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
     if list(words[:1]) == ["help"]:
         words = [*(word for word in words[1:] if word != "help"), "--help"]
     if list(words[:1]) == [run.NAME] and words[1:2] not in (["-h"], ["--help"]):
-        # argparse would also parse the script's own arguments.
+        # Parse only the command, since argparse would also parse the script's arguments.
         return run, parser.parse_args(words[:1]), words[1:]
     options, rest = parser.parse_known_args(words)
     hint = suggest(rest[0], ("--help", "--version")) if rest else ""
@@ -102,7 +102,7 @@ def _parse(words: Sequence[str]) -> tuple[Command, argparse.Namespace, Sequence[
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Wraps paragraphs, but not examples and lists, whose lines are indented."""
+    """Wraps paragraphs, but keeps the line breaks of examples and lists, which are indented."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         wrap = super()._fill_text
@@ -114,7 +114,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._negative_number_matcher = re.compile(r"-\.?\d")  # so that sizes such as -5GiB are read as values
+        self._negative_number_matcher = re.compile(r"-\.?\d")  # parse -5GiB as a value, not as a flag
 
     def list_flags(self) -> list[str]:
         """Return the long names of all flags."""
@@ -149,14 +149,14 @@ class _ShowVersions(argparse.Action):
 
 
 def format_helps() -> dict[str, str]:
-    """Return the help text of each command by name, in the order of `COMMANDS`."""
+    """Return the help message of each command, keyed by name, in the order of `COMMANDS`."""
     _, parsers = _build_parsers()
     return {name: parser.format_help() for name, parser in parsers.items()}
 
 
 def _build_parsers() -> tuple[_Parser, dict[str, _Parser]]:
-    """Return the main parser, and the parser of each command by name."""
-    # With abbreviations, `--data` would also match Megatron's `--data-path`.
+    """Return the main parser, and the parsers of the commands, keyed by name."""
+    # Unknown flags are Megatron's, so do not expand abbreviations of our flags, such as `--dat` for `--data`.
     parser = _Parser(
         prog="fgoffload",
         description="Fine-grained activation offload for Megatron, Hugging Face and PyTorch.",

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 NAME = "bench"
 SUMMARY = "compare step time and memory of several settings"
 DESCRIPTION = (
-    "Trains the model in a Megatron argument file for a few steps under each of several settings, and compares step time and "
-    "memory. The settings are baseline, recompute, fgoffload, and offload by Megatron-Core, Transformer Engine and PyTorch."
+    "Trains the model in a Megatron argument file for a few steps under each setting, and compares step time and memory. The "
+    "settings are baseline, recompute, fgoffload, and the offload features of Megatron-Core, Transformer Engine and PyTorch."
 )
 USAGE = "fgoffload bench ARGUMENTS.sh [OPTIONS] [MEGATRON FLAGS]"
 EXAMPLE = "fgoffload bench tiny_moe"
@@ -51,8 +51,8 @@ settings:
   save_on_cpu                   PyTorch's offload
   plan:FILE, budget:SIZE        a plan file, or a plan made for the budget
 
-After modules, add @0.5 to offload half of their sites, ~delay to start copies after the next CUDA graph, or /layernorm to
-recompute layer norms.
+After modules, add @0.5 to offload half of their sites, ~delay to start copies after the next CUDA graph launch, or
+/layernorm to recompute layer norms.
 
 All other flags are passed to Megatron and override the file. {SIZE_UNITS}"""
 EXIT_MEASURED, EXIT_MISSED = 0, 1
@@ -61,7 +61,7 @@ STEPS, BIT_STEPS = 10, 2
 """Defaults of `--steps`, without and with `--check-bits`."""
 
 MEASURE_HERE = ""
-"""Value of `--profile` if no file follows it."""
+"""Value of `--profile` when it is given without a file."""
 
 WIDTH = 190
 """Table width in characters if stdout is not a terminal."""
@@ -71,11 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this command to `parser`."""
     add_argument_file(parser)
     add = parser.add_argument_group("measurements").add_argument
-    settings_help = "settings as listed below; ours, for example, selects all its defaults (default: depends on the model)"
+    settings_help = "settings listed below; a prefix alone, such as ours, selects its defaults (default: depends on the model)"
     add("--settings", metavar="NAME", nargs="+", default=(), help=settings_help)
     add("--plans", metavar="FILE", nargs="+", default=(), help="plan files to measure")
     add("--budgets", metavar="SIZE", nargs="+", default=(), type=read_size, help="memory budgets to plan for and measure")
-    profile_help = "profile for plans and predictions; without FILE, measure one first"
+    profile_help = "profile for planning and prediction; without FILE, measure one first"
     add("--profile", metavar="FILE", nargs="?", const=MEASURE_HERE, help=profile_help)
     add("--with-optimizer", action="store_true", help="run the optimizer too")
     add("--check-bits", action="store_true", help="compare losses and gradients bitwise instead of timing steps")
@@ -191,7 +191,7 @@ def _show_messages(job: "Job", start_run: "StartRun") -> "Callable[[Message], No
 
 
 def _choose_settings(options: argparse.Namespace, transformer: Mapping[str, Any]) -> tuple[Setting, ...]:
-    # Plans and budgets from the command line are always measured.
+    # Measure the plans and budgets from --plans and --budgets even if --settings does not list them.
     given = [Setting(system=System.PLAN, plan=Path(name)) for name in options.plans]
     given += [Setting(system=System.BUDGET, budget_bytes=size_bytes) for size_bytes in options.budgets]
     chosen = choose_settings(options.settings, list_default_settings(transformer), given)

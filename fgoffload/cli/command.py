@@ -6,18 +6,18 @@ from typing import Protocol
 
 
 class Command(Protocol):
-    """A command's module. It must not import heavy packages at the top, since each run imports all commands."""
+    """A command's module. It must not import heavy packages at the top, since `fgoffload` imports all command modules."""
 
     NAME: str
     SUMMARY: str
     """One line for `fgoffload --help`."""
     DESCRIPTION: str
-    """First paragraph of the command's `--help`."""
+    """Text at the top of the command's `--help`."""
     USAGE: str
     EXAMPLE: str
-    """Example command for the help and for errors."""
+    """Example command line for the help and for errors."""
     NOTES: str
-    """Last paragraphs of the command's `--help`."""
+    """Text at the end of the command's `--help`."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the options of this command to `parser`."""
@@ -25,6 +25,6 @@ class Command(Protocol):
     def run(self, options: argparse.Namespace, words: Sequence[str]) -> int:
         """Run the command and return the exit code.
 
-        `options.own_flags` are the command's flags. `words` are the arguments that the parser does not recognize. For `run`,
-        they are all arguments after the command.
+        `options.own_flags` are the command's flags. `words` are the arguments that the parser does not recognize. For
+        `fgoffload run`, they are all arguments after `run`.
         """

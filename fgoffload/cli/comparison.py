@@ -17,9 +17,9 @@ class RunRecord:
     counted_step: int
     """1-based number of the step whose activation bytes are counted."""
     activation_peak_bytes: int
-    """Peak activation bytes on the device in that step."""
+    """Peak activation bytes on the device in `counted_step`."""
     samples: tuple[LedgerSample, ...]
-    """Activation bytes over that step."""
+    """Activation bytes over the course of `counted_step`."""
     activation_peak_place: str = ""
     """Op at which the peak occurs, for example `layers.3.core_attn mb=2`. Empty without an engine."""
     allocator_peak_bytes: int | None = None
@@ -31,7 +31,7 @@ class RunRecord:
 
     @property
     def timed_steps(self) -> tuple[StepResult, ...]:
-        """All steps but the first and the last: the first warms up, and without CUDA graphs the last counts activations."""
+        """All steps except the first, a warm-up, and the last, in which activations are counted unless CUDA graphs are used."""
         return self.steps[1:-1]
 
     def find_step_seconds(self) -> float | None:
@@ -42,7 +42,7 @@ class RunRecord:
 def merge_ranks(records: Sequence[RunRecord]) -> RunRecord:
     """Merge the records of all ranks into one.
 
-    The record has the losses and gradients of every rank. Memory and time are the maximum over ranks. Copied bytes, prefetch
+    The record has the losses and gradients of every rank. Memory and time are maxima over ranks. Copied bytes, prefetch
     misses and waits are sums. The memory curve is from the rank with the highest activation peak.
     """
     if len(records) == 1:

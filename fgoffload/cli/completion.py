@@ -14,7 +14,7 @@ EXAMPLE = "fgoffload completion bash"
 NOTES = "To install it for bash, add this line to ~/.bashrc:\n  source <(fgoffload completion bash)"
 
 SHELLS: Mapping[str, str] = {"bash": "", "zsh": "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n"}
-"""Commands to run first, by shell. zsh has to load bash's completion functions."""
+"""Commands at the start of the script, keyed by shell. zsh must load its support for bash completion."""
 
 _SCRIPT = """\
 _fgoffload() {{

@@ -60,7 +60,7 @@ def _show_table(results: "Sequence[CheckResult]") -> None:
     table.add_column(overflow="fold")  # do not shorten paths
     for result in results:
         status = result.status.value
-        # In a str, rich would read brackets in a path or message as markup.
+        # In a plain string, rich would interpret brackets in a path or message as markup.
         found = Text(result.found)
         if result.fix:
             found.append(f"\nfix: {result.fix}", style=_STYLES[status])

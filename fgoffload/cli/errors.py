@@ -6,11 +6,11 @@ import sys
 import traceback
 
 TRACEBACK_VARIABLE = "FGOFFLOAD_TRACEBACK"
-"""Environment variable that shows tracebacks, unless it is empty or 0."""
+"""Environment variable that enables tracebacks, unless its value is empty or 0."""
 
 
 def show_error(error: Exception) -> None:
-    """Show `error` as one line on stderr, after its traceback if `FGOFFLOAD_TRACEBACK` is set."""
+    """Show `error` on one line of stderr. If `FGOFFLOAD_TRACEBACK` is set, show the traceback first."""
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0"):
         traceback.print_exception(error, file=sys.stderr)
     show_line(f"error: {error}")

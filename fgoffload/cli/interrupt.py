@@ -1,8 +1,8 @@
 """Ends the process within two seconds of Ctrl-C, whatever it is doing.
 
-Python raises KeyboardInterrupt when the interpreter next runs in the main thread. A long operator, a backward pass on a GPU or
-a library that swallows exceptions can delay that indefinitely. So a second thread receives the signal through a pipe, and ends
-the process if the main thread does not stop in time.
+Python raises KeyboardInterrupt only when the main thread runs Python code again. A long operator, a backward pass on a GPU or a
+library that swallows exceptions can delay this indefinitely. Therefore, a second thread receives the signal through a pipe, and
+ends the process if the main thread does not stop in time.
 """
 
 import contextlib
@@ -13,14 +13,14 @@ import threading
 from collections.abc import Iterator
 
 GRACE_SECONDS = 1.0
-"""Time for the main thread to close files before the process ends."""
+"""Seconds that the main thread has to close files before the process ends."""
 
 
 @contextlib.contextmanager
 def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     """End the process with `exit_code` if the body has not ended `GRACE_SECONDS` after Ctrl-C.
 
-    Does nothing outside the main thread, where Python delivers no signals.
+    Does nothing outside the main thread, since Python delivers signals only to the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -36,7 +36,7 @@ def end_soon_after_interrupt(exit_code: int) -> Iterator[None]:
     finally:
         body_ended.set()
         signal.set_wakeup_fd(earlier_fd)
-        # Send a byte instead of closing the pipe: forked processes, such as data loaders, keep it open.
+        # Closing the pipe may not wake the watcher, since forked data loaders keep it open. So send a byte.
         os.write(write_end, bytes([_STOP]))
         watcher.join()
         os.close(write_end)

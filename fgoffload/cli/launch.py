@@ -1,4 +1,4 @@
-"""Rank and world size of this process, from the environment variables of its launcher."""
+"""Reads the rank and world size of this process from the environment variables that its launcher sets."""
 
 import contextlib
 import dataclasses
@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, MutableMapping
 from fgoffload.errors import ConfigError, OffloadError
 
 _SINGLE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-"""Variables that Megatron-LM requires, with values for a single process."""
+"""Environment variables that Megatron-LM requires, with their values for a single process."""
 
 _PATIENCE_S = 30.0
-"""Seconds that other ranks wait before they show an error, while local rank 0 shows the same error."""
+"""Seconds that the other ranks wait before they show an error, so that local rank 0 can show the same error first."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Launch:
 
     @contextlib.contextmanager
     def show_errors_once(self) -> Iterator[None]:
-        """Show an error only once if all processes of a machine raise it: local rank 0 shows it.
+        """Show an error only once, on local rank 0, if all processes of a machine raise it.
 
         Use this for work that all processes repeat, such as reading flags and files. The other processes wait until the
         launcher ends them. After 30 seconds, they assume that local rank 0 has no error, and show their own error.
@@ -47,7 +47,7 @@ class Launch:
 
 
 def find_launch(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Read the launch from the variables that `torchrun` sets. Without them, return a launch of a single process."""
+    """Read rank and world size from the variables that `torchrun` sets. Without them, assume a single process."""
     if "RANK" not in environment or "WORLD_SIZE" not in environment:
         return Launch()
     rank, world_size = (_read_number(environment, name) for name in ("RANK", "WORLD_SIZE"))

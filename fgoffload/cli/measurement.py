@@ -34,7 +34,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Training:
-    """Setup of the compared training runs, including seed and data."""
+    """Setup of the training runs to compare or profile, including seed and data."""
 
     arguments: TrainingArguments
     text: TextData
@@ -53,7 +53,7 @@ def load_training(
 ) -> Training:
     """Read the flags and the text, and check both before the model is built.
 
-    Megatron's flags in `typed` override the argument file at `path`. Errors suggest `own_flags`, the command's own flags. If
+    Megatron's flags in `typed` override the argument file at `path`. Errors can suggest `own_flags`, the command's flags. If
     `data` is None, the text is Python's standard library. If `steps` is None, the flags set the number of steps.
     """
     flags = read_argument_file(path, variables=os.environ)
@@ -104,13 +104,13 @@ def describe_training(arguments: TrainingArguments) -> str:
 def measure_training(training: Training, offload: OffloadConfig | None, *, on_step: Callable[[float], None]) -> RunRecord:
     """Train within `process_groups`, and return the merged record of all ranks. If `offload` is None, nothing is offloaded.
 
-    Counting activation bytes slows a step, so only one step is counted: the last one without replayed graphs. `on_step` is
+    Counting activation bytes slows a step, so they are counted in only one step, the last one that runs eagerly. `on_step` is
     called after every step with its mean loss over all ranks.
 
     Raises:
         ConfigError: Megatron-Core rejected the arguments while the model was built or in the first step.
         PlanError: The memory budget is below the static memory.
-        InternalError: The run failed only with offload.
+        InternalError: The run with offload failed, although the run without offload worked.
     """
     with _explain_rejection(training, offload, "while the model was built"):
         trainer = Trainer(training.arguments, training.text, offload=offload)
@@ -147,7 +147,7 @@ def measure_training(training: Training, offload: OffloadConfig | None, *, on_st
 
 
 def _find_counted_step(training: Training) -> int:
-    """Return the 1-based number of the step whose activation bytes are counted. Replayed graphs hide their saved tensors."""
+    """Return the 1-based number of the step whose activation bytes are counted. Replayed graphs hide saved tensors."""
     if not training.arguments.captures_graphs:
         return training.arguments.train_iters
     return max(1, min(training.arguments.train_iters, training.arguments.cuda_graph_warmup_steps))
@@ -168,7 +168,7 @@ def _explain_rejection(training: Training, offload: OffloadConfig | None, when: 
         see = f"Set {TRACEBACK_VARIABLE}=1 to see the traceback"
         if offload is None:
             raise training.arguments.source.refuse(
-                f"Megatron-Core rejected these arguments {when}: {text}. Change the flags in that message. {see}."
+                f"Megatron-Core rejected these arguments {when}: {text}. Change the flags named in that message. {see}."
             ) from error
         raise InternalError(
             f"{training.arguments.source}: offload failed {when}, but the same arguments work without offload: {text}. "

@@ -17,19 +17,19 @@ DATA_HELP = "text file or folder (default: Python's standard library)"
 
 
 def add_argument_file(parser: argparse.ArgumentParser, *, meaning: str = "") -> None:
-    """Add the argument file to `parser`. It is optional, since `check_argument_file` has a better error for a missing file."""
+    """Add the argument file to `parser`. It is optional, since `check_argument_file` reports a missing file more clearly."""
     meaning = meaning or "a Megatron argument file, or a name from `fgoffload plan --list`"
     parser.add_argument("arguments_file", metavar="ARGUMENTS.sh", nargs="?", help=meaning)
 
 
 def suggest(word: str, known: Collection[str]) -> str:
-    """Return ` Did you mean --json?` with the most similar of `known`, or an empty string."""
+    """Return a hint such as ` Did you mean --json?` with the most similar of `known`, or an empty string."""
     near = difflib.get_close_matches(word.partition("=")[0], known, n=1, cutoff=0.7)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def suggest_file(name: str) -> str:
-    """Return ` Did you mean train.sh?` with the most similar file in the folder of `name`, or an empty string."""
+    """Return a hint such as ` Did you mean train.sh?` with the most similar file in the same folder, or an empty string."""
     folder, base = os.path.split(name)
     is_missing = os.path.isdir(folder or ".") and not os.path.exists(name)
     return suggest(base, os.listdir(folder or ".")) if is_missing else ""
@@ -44,9 +44,9 @@ def suggest_model(name: str) -> str:
 
 
 def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, example: str) -> Path:
-    """Return the path of the argument file in `options`, which may be the name of a shipped model.
+    """Return the path of the argument file in `options`, which can name a shipped model instead.
 
-    Errors show `example`, a command line, and may suggest the flag closest to the first of `flags`, the unrecognized words.
+    Errors show the command line `example`. If the first unrecognized word in `flags` is misspelled, they suggest a fix.
     """
     name = options.arguments_file
     hint = suggest(flags[0], options.own_flags) if flags else ""
@@ -68,7 +68,7 @@ def check_argument_file(options: argparse.Namespace, flags: Sequence[str], *, ex
 
 def read_count(text: str) -> int:
     """Parse a whole number of at least 1, for argparse."""
-    # int() alone accepts ` 1_0 `, and raises another error for thousands of digits.
+    # int() alone accepts ` 1_0 `, and raises a different error for thousands of digits.
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use 1 or more.")
     if int(text) < 1:
@@ -99,7 +99,7 @@ def explain_unusable_file(name: str) -> str:
 def check_output_file(name: str, *, flag: str, inputs: Mapping[str, str | os.PathLike[str] | None]) -> Path:
     """Check an output file before the work starts, and return its path.
 
-    `inputs` are input files that must not be overwritten, keyed by description. Files that are not given are None.
+    `inputs` are input files that must not be overwritten, keyed by description. None means that no file is given.
     """
     if flag == "--plot" and not name.lower().endswith(PLOT_SUFFIXES):
         raise ConfigError(f"--plot {name!r} has an unsupported image format. Use one of {', '.join(PLOT_SUFFIXES)}.")

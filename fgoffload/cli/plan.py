@@ -79,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-optimizer", action="store_false", dest="has_optimizer", help="do not count optimizer states")
     add = parser.add_argument_group("output").add_argument
     add("--json", metavar="FILE", help="write the plan (for --offload-plan) or the results of the sweep")
-    plot_help = f"plot memory over a step, or with --sweep step time against memory (default: {FRONTIER})"
+    plot_help = f"plot memory over a step or, with --sweep, step time against memory (default with --sweep: {FRONTIER})"
     add("--plot", metavar="FILE", help=plot_help)
     add("--timeline", metavar="FILE", help="write a Chrome trace of the rank with the highest peak")
     add("--verbose", action="store_true", help="also show the cost of each action, and the memory and time of each rank")
@@ -179,7 +179,7 @@ def _build_ranks(
     if hardware is not None:
         device, reserve_bytes = hardware.name, assumptions.reserve_bytes
         ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
-        if profile is not None:  # the profile has rates for each copy size, and the slowdown of compute
+        if profile is not None:  # the profile also sets copy latency and compute slowdown
             link = profile.link.to_model()
             ranks = tuple(dataclasses.replace(rank, link=link) for rank in ranks)
     elif profile is not None and checked.profile is not None:
@@ -197,7 +197,7 @@ def _build_ranks(
 def _explain_too_little_memory(
     console: "PipeConsole", checked: PlanOptions, subject: "Subject", assumptions: "Assumptions"
 ) -> Iterator[None]:
-    """Raise a clearer error if even all of the device's memory is too little. Without a typed budget, also suggest layouts."""
+    """Raise a clearer error if even all of the device's memory is too little. If no budget is given, also suggest layouts."""
     from fgoffload.cli.plan_fits import show_fits
 
     hardware = subject.hardware

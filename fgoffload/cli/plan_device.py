@@ -1,4 +1,4 @@
-"""Finds the device of a plan, and the memory budgets of its ranks."""
+"""Finds the device to plan for, and the memory budgets of each rank."""
 
 import dataclasses
 from typing import TYPE_CHECKING
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedDevice:
-    """The device that all ranks use."""
+    """The device to plan for. All ranks use the same device."""
 
     hardware: "Hardware | None"
-    """Hardware from the table or a file, with the link of `profile` if given. None with a profile of a training run."""
+    """Hardware from the table or a file, with link rates from `profile` if given. None if `profile` is from a training run."""
     profile: "Profile | None"
     """A profile of a training run, or only of the link."""
     link_line: str = ""
-    """Description of the link, if a profile measured only the link."""
+    """Description of the link if `profile` contains only link measurements, otherwise empty."""
 
 
 def find_device(checked: "PlanOptions") -> PlannedDevice:
@@ -36,15 +36,15 @@ def find_device(checked: "PlanOptions") -> PlannedDevice:
         if checked.gpu is not None or checked.hardware is not None:
             raise ConfigError(
                 f"--{'gpu' if checked.hardware is None else 'hardware'} and --profile {checked.profile} both set the device, "
-                "since the profile is of a training run. Use only one of them."
+                "since the profile is from a training run. Use only one of them."
             )
         return PlannedDevice(hardware=None, profile=measured)
     device = _replace_link(_read_hardware(checked, measured), measured)
     link = measured.link.to_model()
     line = (
         f"Link: from {checked.profile}, measured on {measured.device}, {measured.date}: {link.d2h_bytes_per_s / 1e9:.1f} GB/s "
-        f"to the host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way at once. "
-        f"All other properties are those of {device.name}."
+        f"to the host, {link.h2d_bytes_per_s / 1e9:.1f} to the device, {link.duplex_bytes_per_s / 1e9:.1f} each way when both "
+        f"are in use. All other properties are those of {device.name}."
     )
     return PlannedDevice(hardware=device, profile=measured, link_line=line)
 
@@ -65,7 +65,7 @@ def _replace_link(hardware: "Hardware", profile: "Profile") -> "Hardware":
 
 
 def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardware":
-    """Return the device in the options. Without one, return the device on which the link was measured."""
+    """Return the hardware that the options select. By default, it is the device on which the link was measured."""
     from fgoffload.planner.timing.hardware import Hardware, get_hardware
 
     if checked.hardware is not None:
@@ -78,7 +78,7 @@ def _read_hardware(checked: "PlanOptions", measured: "Profile | None") -> "Hardw
                 f"--profile {checked.profile} has only link rates, measured on {measured.device!r}, which is not in the "
                 "hardware table. Add the device, for example --gpu h100, or profile a model: fgoffload profile ARGUMENTS.sh."
             ) from error
-        known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest is about the Python API
+        known, _, _ = str(error).removeprefix("hardware ").partition("; or ")  # the rest of the message is about the Python API
         raise ConfigError(f"--gpu {known}; or describe your own device with --hardware FILE.") from error
 
 
@@ -86,7 +86,7 @@ def choose_budget(given_bytes: int | None, hardware: "Hardware | None") -> int:
     """Return the memory budget of each rank: `given_bytes`, or all of the device's memory.
 
     Raises:
-        ConfigError: The budget exceeds the device's memory, or is missing with a profile, which has no memory size.
+        ConfigError: The budget exceeds the device's memory, or it is missing and that memory is unknown.
     """
     if given_bytes is not None:
         if hardware is not None and given_bytes > hardware.device_memory_bytes:

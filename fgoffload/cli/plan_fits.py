@@ -1,4 +1,4 @@
-"""Shows the memory of each pipeline rank and layouts that would fit, for a model that does not fit."""
+"""For a model that does not fit, shows the memory of each pipeline rank and layouts that would fit."""
 
 import contextlib
 import itertools
@@ -23,12 +23,12 @@ from fgoffload.units import format_bytes
 ReadModel: TypeAlias = Callable[[Sequence[str]], tuple[ModelShape, Parallelism]]
 """Function that reads the model with additional flags."""
 MOST_GPUS = 16384
-"""Maximum number of GPUs of a suggested layout."""
+"""Maximum number of GPUs in a suggested layout."""
 LONG_SEQUENCE = 16384
 """Minimum sequence length in tokens for which context parallelism is suggested."""
 LAYOUTS = 2
 _HIDDEN_BYTES = 2
-"""Bytes of an activation element, in bf16."""
+"""Bytes per activation element, in bf16."""
 
 
 class RankFit(NamedTuple):
@@ -106,7 +106,7 @@ def show_layouts(
         if shown == LAYOUTS:
             return
     if not shown:
-        console.print(f"No layout of up to {MOST_GPUS} GPUs fits.")
+        console.print(f"No layout with up to {MOST_GPUS} GPUs fits.")
 
 
 def _fits(model: ModelShape, parallelism: Parallelism, hardware: Hardware, assumptions: Assumptions) -> bool:
@@ -139,7 +139,7 @@ def _list_layouts(model: ModelShape, parallelism: Parallelism, hardware: Hardwar
 def _list_flags(
     model: ModelShape, parallelism: Parallelism, gpus: int, tensor: int, pipeline: int, context: int, expert: int
 ) -> list[str]:
-    """Return the flags of a layout, including sizes of 1, since the model's file may set other sizes."""
+    """Return the flags of a layout, including sizes of 1, since the model's file can set other sizes."""
     replica = parallelism.micro_batch_size * (gpus // (tensor * pipeline * context))
     samples = parallelism.microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
     sizes = {"--num-gpus": gpus, "--tp": tensor, "--pp": pipeline, "--cp": context, "--ep": expert, "--etp": 1}

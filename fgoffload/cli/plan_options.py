@@ -29,7 +29,7 @@ SHORT_FLAGS: Mapping[str, str] = {
     "--ep": "--expert-model-parallel-size",
     "--etp": "--expert-tensor-parallel-size",
 }
-"""Short flags for parallel sizes, with Megatron's flag for each."""
+"""Short flags for parallel sizes, mapped to Megatron's flags."""
 
 FRONTIER = "frontier.png"
 """Default file for the plot of a sweep, in the current folder."""
@@ -44,14 +44,14 @@ class PlanOptions:
     megatron_flags: tuple[str, ...]
     """Megatron's flags from the command line, with short flags replaced. They override the file's flags."""
     own_flags: tuple[str, ...]
-    """This command's own flags, for suggestions."""
+    """This command's own flags, which errors suggest for a misspelled flag."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None
     budget_bytes: int | None
-    """GPU memory of each rank. None uses all memory of the device."""
+    """GPU memory budget of each rank. None means all of the device's memory."""
     host_budget_bytes: int | None
-    """Host memory of each rank. None means its share of 60% of the node's memory."""
+    """Host memory budget of each rank. None means the rank's share of 60% of the node's memory."""
     reserve_bytes: int | None
     has_optimizer: bool | None
     """Whether to count optimizer states. None uses the profile's setting; without a profile, Adam's states are counted."""
@@ -59,7 +59,7 @@ class PlanOptions:
     thorough: bool
     verbose: bool
     host: "HostGuess | None"
-    """Whether the step is assumed to be launch-bound. None uses the profile; without a profile, it is assumed not to be."""
+    """Whether to assume that the step is launch-bound. None follows the profile or, without one, assumes that it is not."""
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -92,7 +92,7 @@ def _find_model_path(name: str | None) -> Path:
         )
     path = Path(name)
     # Path.is_file would raise on a name that is too long.
-    if os.path.isfile(path / _CONFIG):  # a model's folder, which transformers accepts too
+    if os.path.isfile(path / _CONFIG):  # accept a model's folder, as transformers does
         path /= _CONFIG
     if not os.path.isfile(path):
         if (shipped := find_model(name)) is None:
@@ -109,7 +109,7 @@ def _find_model_path(name: str | None) -> Path:
 
 
 def _check_sweep(options: argparse.Namespace) -> None:
-    """Reject options for a single plan if `--sweep` is set."""
+    """Reject options that apply only to a single plan if `--sweep` is set."""
     single = {"--offload-memory-budget": options.budget_bytes, "--timeline": options.timeline}
     for flag, value in (single | {"--thorough": options.thorough, "--verbose": options.verbose}).items():
         if options.sweep and value not in (None, False):
@@ -117,7 +117,7 @@ def _check_sweep(options: argparse.Namespace) -> None:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Check the output files, and replace their names in `options` with paths. Each file must be used only once."""
+    """Check the output files, and replace their names in `options` with paths. No two options may name the same file."""
     inputs = {"the model": options.model, "the --profile file": options.profile, "the --hardware file": options.hardware}
     for name in OUTPUTS:
         if (file := getattr(options, name)) is not None:
@@ -126,7 +126,7 @@ def _check_outputs(options: argparse.Namespace) -> None:
 
 
 def _find_host(options: argparse.Namespace) -> "HostGuess | None":
-    """Return the assumption that `--launch-bound` or `--not-launch-bound` selects, or None without them."""
+    """Return the assumption selected by `--launch-bound` or `--not-launch-bound`, or None without these flags."""
     if not (options.launch_bound or options.not_launch_bound):
         return None
     from fgoffload.planner.host_overhead import HostGuess

@@ -11,9 +11,9 @@ from fgoffload.planner.solving.solver import Solution
 from fgoffload.units import GIB
 
 MOST_OVERHEAD = 1.5
-"""Upper limit of the step time, relative to the baseline, in the plot of a sweep."""
+"""Upper limit of the y axis in the plot of a sweep: step time relative to the baseline."""
 MOST_DRAWN_SPANS = 4000
-"""Maximum number of ops and copies of a rank for which a plot shows the whole step."""
+"""Maximum number of ops and copies on a rank for which a plot shows the whole step."""
 
 _COLORS = ("#8a8f98", "#1f77b4")
 _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selective recompute": "D", "offload everything": "v"}
@@ -22,9 +22,9 @@ _MARKERS: Mapping[str, str] = {"baseline": "*", "full recompute": "s", "selectiv
 def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank: int, budget_bytes: int, title: str) -> None:
     """Plot the device memory of a pipeline rank over a step. If the step has many ops, the plot ends soon after the peak.
 
-    `results` are simulated with `Detail.TIMELINE`, and the last one is the plan. The budget is a dashed line.
+    `results` must be simulated with `Detail.TIMELINE`, and the last one must be the plan's. A dashed line shows the budget.
     """
-    axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"memory of rank {rank} (the plan's highest peak), GiB")
+    axes = draw_axes(4, title, x="predicted time in the step, ms", y=f"memory of rank {rank} (highest peak in the plan), GiB")
     end_s = max(_find_shown_end(result, rank) for result in results.values())
     for (name, result), color in zip(results.items(), _COLORS, strict=False):
         found = result.ranks[rank]
@@ -46,7 +46,7 @@ def write_memory_picture(path: Path, results: Mapping[str, StepResult], *, rank:
 
 
 def _find_shown_end(result: StepResult, rank: int) -> float:
-    """Return the time at which the plot ends: the end of the step, or soon after the peak if the step has many spans."""
+    """Return the time at which the plot ends: the end of the step, or soon after the peak if the step has many ops."""
     timeline = result.ranks[rank].timeline
     if timeline is None or len(timeline.spans) <= MOST_DRAWN_SPANS:
         return result.step_s
@@ -80,8 +80,8 @@ def write_sweep_picture(path: Path, baselines: Mapping[str, StepResult], solutio
 
 
 def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
-    """Return empty axes of a new plot. `height` is in inches; `x` and `y` are the labels."""
-    # Importing matplotlib takes as long as planning. pyplot would keep the figure in global state.
+    """Return the empty axes of a new plot. `height` is in inches; `x` and `y` are the axis labels."""
+    # Imported here, since the import takes as long as planning. Unlike pyplot, Figure keeps no global state.
     from matplotlib.figure import Figure
 
     axes = Figure(figsize=(8.5, height), layout="constrained").subplots()
@@ -93,7 +93,7 @@ def draw_axes(height: float, title: str, *, x: str, y: str) -> Any:
 
 
 def save_plot(axes: Any, path: Path) -> None:
-    """Write the plot of `axes` to `path`, whose suffix is the image format."""
+    """Write the plot of `axes` to `path`, whose suffix selects the image format."""
     try:
         with replacing(path) as partial:
             axes.figure.savefig(partial, dpi=120)

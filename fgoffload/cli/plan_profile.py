@@ -1,4 +1,4 @@
-"""Builds the ranks of a plan from a profile, after checking that the profile matches the planned run.
+"""Builds the model of each pipeline rank from a profile, after checking that the profile matches the planned run.
 
 The profile provides times, saved bytes and static memory. The planned run may differ from the measured one only in the number
 of microbatches, the reserve, the window, the prefetch, the minimum offloaded size, and the use of CUDA graphs.
@@ -25,7 +25,7 @@ from fgoffload.planner.timing.profile import MeasuredTraining, Profile
 logger = logging.getLogger(__name__)
 
 _FREE_FIELDS = frozenset({"name", "microbatches", "has_quick_gate"})
-"""Fields that may differ from the measured run. The type of fused gate does not change the saved bytes."""
+"""Fields that may differ between the measured and the planned run. The type of fused gate does not change the saved bytes."""
 
 
 def build_profiled_ranks(
@@ -34,7 +34,7 @@ def build_profiled_ranks(
     """Build the pipeline ranks from `profile`, which was read from `path`, and adapt them to the planned run.
 
     Raises:
-        ConfigError: The profile is of a different run. The message shows the first difference.
+        ConfigError: The profile was measured on a different run. The message shows the first difference.
     """
     measure = f"fgoffload profile {checked.model} --json {path}"
     if profile.training is None:
@@ -66,8 +66,8 @@ def build_profiled_ranks(
 def _compare_runs(
     training: MeasuredTraining, checked: PlanOptions, model: ModelShape, parallelism: Parallelism, assumptions: Assumptions
 ) -> Iterator[tuple[str, object, object]]:
-    """Yield the name, the measured value and the planned value of each difference."""
-    source = str(checked.model)  # a warning about both runs has the same text, so it is shown once
+    """Yield the name, the measured value and the planned value of each field that differs."""
+    source = str(checked.model)  # the same for both runs, so that a warning about both is shown only once
     measured_model, measured_parallelism = read_model(training.flags, source=source, num_gpus=training.world_size)
     measured = read_assumptions(training.flags, source=source, has_optimizer=checked.has_optimizer is not False)
     # Compare parallel sizes first, since other fields, such as the padded vocabulary, depend on them.

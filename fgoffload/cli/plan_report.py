@@ -62,7 +62,7 @@ def show_plan(
     """Plan, print the summary, and write the files. Budgets are per rank; None means no limit.
 
     Raises:
-        PlanError: No plan fits.
+        PlanError: No plan fits the budgets.
     """
     passes = THOROUGH_LAYER_PASSES if checked.thorough else DEFAULT_LAYER_PASSES
     with _working("planning"):
@@ -136,9 +136,9 @@ def show_sweep(
     most_bytes = report.baselines["baseline"].peak_bytes
     steps = max(1, points - 1)
     even = {least_bytes + (most_bytes - least_bytes) * point // steps for point in range(points)}
-    # Step time may drop steeply between two budgets, so plan for each baseline's peak too.
+    # Step time can drop steeply between two budgets, so plan for each baseline's peak too.
     peaks = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
-    # Of budgets that look alike in the table, plan only for the largest.
+    # If several budgets look the same in the table, plan only for the largest of them.
     budgets = list({format_bytes(size): size for size in sorted(even | peaks)}.values())
     with _working(f"planning for {len(budgets)} budgets"):
         solutions = list(sweep(ranks, budgets, host_budget_bytes=host_budget_bytes))[::-1]
@@ -161,7 +161,7 @@ def describe_budget(subject: Subject, budget_bytes: int | None) -> str:
     """Describe the parts of the budget, the flags for training, and the host budget. `budget_bytes` is None for a sweep."""
     reserve = f"a reserve of {format_bytes(subject.reserve_bytes)} (CUDA context, NCCL, fragmentation)"
     if budget_bytes is None:
-        text, size = f"Each budget includes {reserve}", "SIZE, without the reserve"
+        text, size = f"Each budget includes {reserve}", "SIZE, where SIZE excludes the reserve"
     else:
         allocated_bytes = budget_bytes - subject.reserve_bytes
         text = f"The budget includes {reserve} and {format_bytes(allocated_bytes)} for the allocator"

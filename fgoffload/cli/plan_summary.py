@@ -51,14 +51,14 @@ def format_step(seconds: float) -> str:
 
 
 def describe_notes(report: PlanReport, subject: Subject) -> str:
-    """Describe overheads within noise, selective recompute, and host memory."""
+    """Return notes on overheads within noise, the modules of selective recompute, and pinned host memory."""
     results = (*report.baselines.values(), report.solution.result)
     lines = list_notes(results, report.baselines["baseline"].step_s)
     usual = " ".join(choose_usual_modules(report.ranks))
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")
         if report.baselines["selective recompute"].peak_bytes > report.baselines["baseline"].peak_bytes:
-            lines.append("Its checkpoint saves more than fused attention does, so the peak is higher.")
+            lines.append("It saves more than fused attention does, so its peak is above the baseline's.")
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""
@@ -71,7 +71,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
 
 
 def describe_treatments(solution: Solution) -> str:
-    """Return a line for each action: its tags, with the number of layers if it does not apply to all layers."""
+    """Return a line for each action with its tags. Tags that it affects in only some layers show the number of layers."""
     chosen: dict[Action, dict[str, set[int]]] = {}
     able: dict[str, set[int]] = {}
     for decision in solution.decisions:
@@ -90,7 +90,7 @@ def describe_treatments(solution: Solution) -> str:
 
 
 def describe_use(solution: Solution, path: Path | None) -> str:
-    """Return the flags to train with, the recommended ones first: those of the plan, or the best of Megatron's own."""
+    """Return the flags for training with the plan and with Megatron's own best settings, the recommended ones first."""
     if not solution.plan.actions:
         return "Everything is kept on the GPU: the run fits the budget without a plan."
     own = "this plan. Write it with --json plan.json."
@@ -99,7 +99,7 @@ def describe_use(solution: Solution, path: Path | None) -> str:
     start = "To train, use `fgoffload run`, and remove the script's own recompute flags."
     nearest = solution.nearest
     if nearest is None:
-        return f"{start}\nUse {own}\nNo setting of Megatron's own flags fits the budget."
+        return f"{start}\nUse {own}\nNo combination of Megatron's own flags fits the budget."
     slower, peak = nearest.result.step_s / solution.result.step_s - 1, format_bytes(nearest.result.peak_bytes)
     cost = f"{'as fast as' if slower < 0.0005 else f'{slower:.1%} slower than'} the plan, peak {peak}"
     flags = f"Megatron's own flags, {cost}:\n{fold_flags(nearest.flags.list_arguments() or ('(none)',))}"

@@ -18,35 +18,35 @@ from fgoffload.planner.timing.hardware import Hardware
 from fgoffload.units import format_bytes, format_ms
 
 PLAN = "this plan"
-"""Name of the plan's row."""
+"""Label of the plan in tables and plots."""
 COMPARED = ("baseline", "full recompute", "selective recompute")
-"""Baselines in the table of pipeline ranks."""
+"""Baselines shown in the table of peaks by pipeline rank."""
 
 PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
-"""Relative uncertainty of a predicted step: from a profile, and from the hardware table for models without and with experts.
-Four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
+"""Relative uncertainty of predicted step times: from a profile, and from the hardware table for dense and for MoE models. About
+four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
-"""Overheads within this distance of 1 are noise. The distance is below the uncertainty, since two predictions for a model share
-most of their error."""
+"""If two predicted step times differ by less than this fraction, the difference is noise. The fraction is below the uncertainty
+of each step time, since two predictions for the same model share most of their error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """The planned run, for titles and captions."""
+    """Description of the planned run, for titles and captions."""
 
     model: ModelShape
     parallelism: Parallelism
     hardware: Hardware | None
-    """Hardware of the device. None with a profile of a training run."""
+    """Properties of the device. None when planning from a profile of a training run."""
     device: str
     reserve_bytes: int
-    """Memory of each device outside the allocator, counted as static memory."""
+    """Memory that each device uses outside PyTorch's allocator. It counts as static memory."""
     host_budget: str
-    """The host budget of a rank and its source, as text."""
+    """The host budget of a rank and where it comes from, as text."""
     takes_auto: bool = True
     """Whether `--offload-modules auto` works. It does not work with CUDA graphs."""
     link_line: str = ""
-    """Description of the link, if a profile measured only the link."""
+    """Description of the link if the profile contains only link measurements, otherwise empty."""
 
     @property
     def title(self) -> str:
@@ -63,28 +63,28 @@ class Subject:
 
 
 def find_uncertainty(subject: Subject) -> float:
-    """Return the relative uncertainty of a predicted step."""
+    """Return the relative uncertainty of a predicted step time."""
     if subject.hardware is None:
         return PROFILE_UNCERTAINTY
     return DENSE_UNCERTAINTY if subject.model.experts is None else EXPERTS_UNCERTAINTY
 
 
 def build_decision_table(report: PlanReport) -> Table:
-    """Return a table with a row for each kind of layer, tag and action: bytes, cost and reason."""
+    """Return a table of the plan's actions. Each row combines a kind of layer, a tag and an action."""
     table = make_table(
         left=("kind of layer", "tag or unit", "action"),
         right=("layers", "frees", "offloads", "recompute", "hidden copies", "exposed copies", "cost"),
         last=("reason",),
         title="Actions of the plan",
         caption="frees, offloads and recompute: per microbatch and layer; copies: per step, sum over all ranks; cost: step "
-        "time added on the rank that the row slows most, negative if the row shortens waits; tags that only share the storage "
-        "of another tag have no row",
+        "time added on the rank that would have the highest peak without the row, negative if the row shortens waits; tags "
+        "that only share another tag's storage have no row",
     )
     solution = report.solution
     moved = _sum_copies(solution.result.ranks)
     groups: dict[tuple[str, str, Action], list[Decision]] = {}
     for decision in solution.decisions:
-        # Skip a tag that only accompanies another tag: it frees, copies and recomputes nothing.
+        # Skip a tag that only shares another tag's storage: its action frees, copies and recomputes nothing.
         if decision.action is not Action.KEEP and (decision.freed_bytes or decision.moved_bytes or decision.recompute_s):
             groups.setdefault((decision.kind, decision.tag, decision.action), []).append(decision)
     prices = price_decisions(report.ranks, solution.plan, solution.result, groups.values(), budget_bytes=solution.budget_bytes)
@@ -106,7 +106,7 @@ def build_decision_table(report: PlanReport) -> Table:
 
 
 def build_kept_table(report: PlanReport) -> Table:
-    """Return a table of kept tags and units. Entries with the same kind of layer, count and reason share a row."""
+    """Return a table of the kept tags and units. Those with the same kind of layer, number of layers and reason share a row."""
     headings = ("kind of layer", "tags and units")
     table = make_table(left=headings, right=("layers",), last=("reason",), title="Kept on the GPU")
     counts: Counter[tuple[str, str, str]] = Counter()
@@ -122,7 +122,7 @@ def build_kept_table(report: PlanReport) -> Table:
 
 
 def build_peak_table(report: PlanReport) -> Table:
-    """Return a table of the peaks of each pipeline rank and the step time, for the plan and the baselines."""
+    """Return a table of peak memory on each pipeline rank, under the plan and the baselines. The last row shows step time."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
     table = make_table(right=headings, last=("plan's peak reached at",), title="Peak by pipeline rank")
@@ -137,7 +137,7 @@ def build_peak_table(report: PlanReport) -> Table:
 
 
 def build_rank_table(report: PlanReport) -> Table:
-    """Return a table of the parts of each pipeline rank's step time under the plan."""
+    """Return a table that breaks down each pipeline rank's step time under the plan."""
     wait_names = ("waits for copies", "waits for the CPU", "waits for other ranks")
     headings = ("rank", "step", "compute", "slowed by copies", *wait_names, "host memory")
     table = make_table(right=headings, title="Step time by pipeline rank")
@@ -149,7 +149,7 @@ def build_rank_table(report: PlanReport) -> Table:
 
 
 def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[Solution], subject: Subject) -> Table:
-    """Return a table with a row for each baseline, then for each budget from the largest to the smallest."""
+    """Return a table with a row for each baseline, followed by a row for the plan of each solution."""
     step = f"step ±{find_uncertainty(subject):.0%}"
     baseline_s = baselines["baseline"].step_s
     results = (*baselines.values(), *(solution.result for solution in solutions))
@@ -168,7 +168,7 @@ def build_sweep_table(baselines: Mapping[str, StepResult], solutions: Sequence[S
 
 
 def _format_range(numbers: Iterable[float], write: Callable[[float], str]) -> str:
-    """Return one formatted number, or a range if the layers differ."""
+    """Format numbers as one number if all are equal, otherwise as a range. Return `-` if all are 0."""
     found = sorted(numbers)
     return " to ".join(dict.fromkeys((write(found[0]), write(found[-1])))) if any(found) else "-"
 
@@ -178,12 +178,12 @@ def _format_or_dash(value: float, write: Callable[[float], str]) -> str:
 
 
 def format_overhead(ratio: float) -> str:
-    """Format a step time relative to the baseline. ~ marks a difference that is noise."""
+    """Format the ratio of a step time to the baseline's. A leading `~` marks a difference that counts as noise."""
     return f"{'~' if 0 < abs(ratio - 1) < OVERHEAD_NOISE else ''}{ratio:.3f}"
 
 
 def list_notes(results: Iterable[StepResult], baseline_s: float) -> list[str]:
-    """Return a footnote that explains ~, if it marks the overhead of one of `results`."""
+    """Return the footnote that explains `~`, or an empty list if no result is marked with it."""
     is_marked = any(format_overhead(result.step_s / baseline_s).startswith("~") for result in results)
     return [f"~: differs from the baseline by less than {OVERHEAD_NOISE:.0%}, which is noise."] if is_marked else []
 
@@ -194,7 +194,7 @@ def _format_cost(seconds: float) -> str:
 
 
 def find_costs(result: StepResult) -> tuple[int, float, float]:
-    """Return the maximum over ranks of a step's offloaded bytes, recompute seconds, and seconds of waiting for copies."""
+    """Return three maxima over ranks for a step: offloaded bytes, recompute seconds, and seconds spent waiting for copies."""
     return (
         max(rank.d2h_bytes for rank in result.ranks),
         max(rank.recompute_s for rank in result.ranks),
@@ -215,7 +215,7 @@ def _list_sweep_cells(result: StepResult, baseline_s: float) -> tuple[str, ...]:
 
 
 def _sum_copies(ranks: Sequence[RankResult]) -> dict[tuple[str, str, Action], tuple[float, float]]:
-    """Return the hidden and exposed copy seconds of all ranks, by kind of layer, tag and action."""
+    """Return hidden and exposed copy seconds, summed over all ranks and keyed by kind of layer, tag and action."""
     found: dict[tuple[str, str, Action], tuple[float, float]] = {}
     for one in (tag for rank in ranks for tag in rank.tags):
         hidden_s, exposed_s = found.get((one.kind, one.tag, one.action), (0.0, 0.0))

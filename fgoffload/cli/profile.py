@@ -44,7 +44,7 @@ def run(options: argparse.Namespace, megatron_flags: Sequence[str]) -> int:
         require_torch()
     profile = _measure(options, megatron_flags, launch)
     if launch.is_first:
-        profile.save(json_file)  # before printing, since a closed pipe raises, as with `| head -2`
+        profile.save(json_file)  # before printing, which raises if the pipe is closed, as with `| head -2`
         _show(profile)
         device = "" if profile.ranks else " --gpu NAME"
         print(f"Profile: {json_file}")

@@ -35,7 +35,7 @@ def describe_rank(rank: RankProfile) -> str:
 
 
 def describe_compared_steps(profile: Profile, slowdown: float) -> str:
-    """Describe the step times measured under plans, and the slowdown that the planner derives from them."""
+    """Describe the step times measured under trial plans, and the slowdown that the planner derives from them."""
     ratios = " and ".join(f"{step.step_s / step.keeping_step_s:.3f}" for step in profile.compared_steps)
     bound = " (the maximum)" if slowdown >= MOST_SLOWDOWN else ""
     return (
@@ -46,7 +46,7 @@ def describe_compared_steps(profile: Profile, slowdown: float) -> str:
 
 def _build_link_table(link: LinkProfile) -> Table:
     caption = f"a matrix product takes {link.compute_slowdown:.1%} longer during copies"
-    headings = ("copy size", "to host", "to device", "each way at once")
+    headings = ("copy size", "to host", "to device", "duplex, each way")
     table = make_table(right=headings, title="link to the host, GB/s", caption=caption)
     for copy in link.copies:
         rates = (copy.d2h_bytes_per_s, copy.h2d_bytes_per_s, copy.duplex_bytes_per_s)

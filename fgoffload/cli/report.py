@@ -19,7 +19,7 @@ WITHOUT, WITH = "without offload", "with offload"
 def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Difference], title: str) -> Table:
     """Return a table with a column for each of `records`, which are keyed by label.
 
-    `differences` contains the first difference of the losses and of the gradients, if they differ.
+    `differences` maps `losses` and `gradients` to their first difference, if they differ.
     """
     table = _start_table(records, title)
 
@@ -52,7 +52,7 @@ def build_table(records: Mapping[str, RunRecord], differences: Mapping[str, Diff
 
 def write_memory_plot(path: Path, records: Mapping[str, RunRecord], title: str) -> None:
     """Plot the activation bytes of each run over one step."""
-    x_label = "position in the step, by tensors saved and unpacked [%]"
+    x_label = "position in the step, counted in saved and unpacked tensors [%]"
     axes = draw_axes(4.5, f"Activation memory over one step\n{title}", x=x_label, y="activations on the device [MiB]")
     for (label, record), color in zip(records.items(), ("#8a8f98", "#1f77b4"), strict=False):
         x, y = _step_curve(record)
@@ -85,7 +85,7 @@ def _step_time(record: RunRecord) -> str:
 
 
 def _add_offload_rows(table: Table, record: RunRecord) -> None:
-    """Add rows for copied bytes, bytes that stayed on the GPU by reason, host memory, and waits."""
+    """Add rows for copied bytes, for bytes that stayed on the GPU and why, for host memory, and for waits."""
     if (stats := record.stats) is None:
         return
     kept: Counter[str] = Counter()
@@ -100,7 +100,7 @@ def _add_offload_rows(table: Table, record: RunRecord) -> None:
 
 
 def _step_curve(record: RunRecord) -> tuple[Sequence[float], Sequence[float]]:
-    """Return positions in percent of the step, and the activations at each in MiB."""
+    """Return the memory curve: positions in the step in percent, and activation memory at each position in MiB."""
     if not record.samples:
         return [0.0, 100.0], [0.0, 0.0]
     last = record.samples[-1].position or 1

@@ -52,14 +52,14 @@ OWN_FLAGS: Mapping[str, str] = {
     "--delta-offload-bytes-across-pp-ranks BYTES": "offload fewer bytes on each later pipeline rank",
     "--delay-offload-until-cuda-graph": "start copies after the next CUDA graph is launched",
 }
-"""Our flags for the help, which must not load torch. A test compares them with the parser."""
+"""Our flags and their meanings, repeated here because the real parser loads torch. A test compares both."""
 
 
 class RunRequest(NamedTuple):
     """Parsed arguments of `fgoffload run`."""
 
     torchrun_options: tuple[str, ...]
-    """Arguments before `--`. Empty to run in this process."""
+    """Arguments before `--`. If empty, the script runs in this process."""
     script: str
     """Path of the script, as typed."""
     words: tuple[str, ...]
@@ -67,7 +67,7 @@ class RunRequest(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags to the help. `read_request` parses the arguments, not `parser`."""
+    """Add our flags to `parser`, which shows them in its help. `read_request` parses the arguments."""
     both = parser.add_argument_group("flag for Megatron-LM and for a transformers Trainer")
     megatron = parser.add_argument_group("flags for Megatron-LM")
     for flag, meaning in OWN_FLAGS.items():
@@ -169,7 +169,7 @@ def _run_here(request: RunRequest, *, is_first: bool) -> int:
             if is_first and exit_code == 0 and not offload.list_sites():
                 show_line(
                     f"warning: {request.script} ran no model of the patched Megatron-Core, so nothing was offloaded. Use a "
-                    "script that trains such a model, or remove the flags of fgoffload."
+                    "script that trains such a model, or remove fgoffload's flags."
                 )
         finally:
             _remove(offload)
@@ -216,7 +216,7 @@ def _take_own_flags(request: RunRequest) -> "OwnFlags":
 def _remove(offload: "MegatronOffload") -> None:
     try:
         offload.remove()
-    except (OffloadError, RuntimeError) as error:  # after a CUDA error, this fails too, but must not hide the first error
+    except (OffloadError, RuntimeError) as error:  # after a CUDA error, removal fails too, but must not hide it
         show_line(f"warning: offload could not be removed after the script: {error}")
 
 

@@ -19,7 +19,7 @@ EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
 
 
 def find_fault(script: str) -> str | None:
-    """Return why Python cannot run the file `script`, as the end of a sentence, or None."""
+    """Return why Python cannot run the file `script`, as the end of a sentence, or None if it can."""
     if not os.path.isfile(script):
         return explain_unusable_file(script)
     try:
@@ -50,7 +50,7 @@ def imports_any(script: str, packages: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def script_folder_first(script: str) -> Iterator[None]:
-    """Replace the entry for this program in `sys.path` with the folder of `script`, as Python does for scripts."""
+    """Put the folder of `script` first in `sys.path`, in place of this program's own folder, as if Python ran the script."""
     folder = os.path.dirname(os.path.realpath(script))
     before = list(sys.path)
     own = {"", os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}
@@ -73,7 +73,7 @@ def run_script(script: str, words: Sequence[str]) -> int:
     except SystemExit as ended:
         return _read_exit_code(ended)
     except BudgetError:
-        raise  # the budget may be a flag of `fgoffload run`, so `main` shows this error on one line
+        raise  # the budget may come from a flag of `fgoffload run`, so `main` shows this error on one line
     except BaseException as error:  # noqa: BLE001 - show every exception, as Python does
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -1,4 +1,4 @@
-"""Finds the argument files that come with the package. Commands accept their names instead of paths."""
+"""Finds the argument files that come with the package. Commands accept the model names instead of paths."""
 
 from pathlib import Path
 

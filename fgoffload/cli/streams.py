@@ -30,22 +30,22 @@ class LibraryLog(logging.Handler):
         """Messages to show later. None if messages are shown immediately."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show `record` unless it was shown before, or hold it."""
+        """Hold `record` while messages are held. Otherwise, show it unless the same message was already shown."""
         if self._held is not None:
             self._held.append(record)
             return
         is_warning = record.levelno >= logging.WARNING
         text = record.getMessage()
-        message = shorten_message(" ".join(text.split())) if is_warning else text  # a plan has several lines
+        message = shorten_message(" ".join(text.split())) if is_warning else text  # a plan spans several lines
         if message in self._shown or not (is_warning or record.name in _SHOWN_INFO):
             return
         self._shown.add(message)
-        # Progress bars replace `sys.stderr`, so that lines appear above them.
+        # Look up `sys.stderr` now: progress bars replace it, so that messages appear above them.
         print(f"fgoffload: {'warning: ' if is_warning else ''}{message}", file=sys.stderr, flush=True)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Show messages only after the body, and drop them if it raises, so that an error is the only line."""
+        """Hold messages until the body ends. If it raises, drop them, so that only the error is shown."""
         held: list[logging.LogRecord] = []
         self._held = held
         try:
@@ -57,7 +57,7 @@ class LibraryLog(logging.Handler):
 
     @contextlib.contextmanager
     def attached(self) -> Iterator[None]:
-        """Show messages until the body ends. Do not pass them to the root logger, whose handlers would show them too."""
+        """Show messages until the body ends, without passing them to the root logger, whose handlers would show them again."""
         logger = logging.getLogger(_LIBRARY)
         level, propagate = logger.level, logger.propagate
         logger.setLevel(logging.INFO)
@@ -73,7 +73,7 @@ class LibraryLog(logging.Handler):
 
 @contextlib.contextmanager
 def hold_messages() -> Iterator[None]:
-    """Show the library's messages only after the body. See `LibraryLog.held`."""
+    """Hold the library's messages until the body ends, and drop them if it raises."""
     with contextlib.ExitStack() as held:
         for handler in logging.getLogger(_LIBRARY).handlers:
             if isinstance(handler, LibraryLog):
@@ -111,7 +111,7 @@ def flush_at_end() -> Iterator[None]:
 
 
 def drop_unread_output() -> None:
-    """Discard unwritten output. Otherwise Python flushes it at exit, and reports the error a second time."""
+    """Discard unwritten output. Otherwise, Python would flush it at exit and report the error again."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

@@ -69,14 +69,14 @@ def _print_results(table: "Table", differences: "Mapping[str, Difference]", *, i
     if not is_on:
         print("Trained once, since offload is off. Enable it with --fine-grained-activation-offloading.")
     for name, found in differences.items():
-        text = f"The {name} differ: first in step {found.step}, {found.what}. Please report this with the argument file."
+        text = f"The {name} differ, first in step {found.step}: {found.what}. Please report this with the argument file."
         console.print(text, style="bold red", soft_wrap=True)
 
 
 def _measure(
     path: Path, options: argparse.Namespace, megatron_flags: Sequence[str], launch: Launch
 ) -> "tuple[dict[str, RunRecord], str]":
-    """Train without offload and, if the flags enable it, with offload. Return the records by label, and the title."""
+    """Train without offload and, if the flags enable it, with offload. Return the records, keyed by label, and the title."""
     from fgoffload.cli.progress import show_progress
 
     with show_progress(is_shown=launch.is_first) as start_run:

@@ -21,7 +21,7 @@ torch.cuda.synchronize()
 print("probe: forward and backward ran", flush=True)
 print(open("/proc/self/maps").read(), flush=True)
 """
-"""Runs causal attention in bf16 with sizes that fused and flash attention both support."""
+"""Program that runs causal attention in bf16, with sizes that both fused and flash attention support."""
 
 _VARIABLES = {"NVTE_DEBUG": "1", "NVTE_DEBUG_LEVEL": "2"}
 _SELECTED = re.compile(r"Selected backend = (\w+)")

@@ -24,7 +24,7 @@ LANE_RATES = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e
 specification 6.0."""
 
 EXPECTED_FRACTION = 0.65
-"""Fraction of the link's rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 of 63 GB/s on PCIe 5 x16,
+"""Fraction of the link rate that copies should reach. Pinned copies reach 75 to 87%: 47 to 55 of 63 GB/s on PCIe 5 x16,
 measured on an H100."""
 
 
@@ -38,7 +38,7 @@ class Gpu(NamedTuple):
     generation: int | None
     """Highest PCIe generation that both GPU and slot support. Idle links use a lower generation to save power."""
     width: int | None
-    """Number of lanes in use."""
+    """Number of PCIe lanes in use."""
     max_width: int | None
     memory_bytes: int | None
     driver: str
@@ -68,7 +68,7 @@ def read_gpus(text: str) -> list[Gpu]:
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(_FIELDS) or not cells[0].startswith("GPU-"):
-            continue  # a driver warning
+            continue  # not a GPU, for example a driver warning
         uuid, name, bus_id, *numbers, driver = cells
         generation, width, max_width, memory = map(_read_number, numbers)
         memory_bytes = None if memory is None else memory * MIB
@@ -92,7 +92,7 @@ def check_gpus(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_link(index: int, gpu: Gpu) -> CheckResult:
-    """Check that the link uses all its lanes."""
+    """Check that the link uses all lanes that the GPU supports."""
     name = f"GPU {index}: link to the host"
     if gpu.link_rate is None:
         return skip(name, "nvidia-smi does not report the PCIe link; see the copy rates")
@@ -114,7 +114,7 @@ def _check_rates(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if gpu.link_rate is None:
         return ok(name, found)
     slower = min(rates.d2h, rates.h2d) / gpu.link_rate
-    found += f"; the slower direction reaches {slower:.0%} of the link's rate"
+    found += f"; the slower direction reaches {slower:.0%} of the link's maximum"
     if slower < EXPECTED_FRACTION:
         others = "stop other jobs that use the link, and in a virtual machine check the IOMMU and ACS settings"
         return warn(name, found, f"bind the process to the GPU's NUMA node, {others}")

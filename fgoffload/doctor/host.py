@@ -10,11 +10,11 @@ from fgoffload.errors import ConfigError
 from fgoffload.units import GIB, format_bytes
 
 MIN_BUDGET_BYTES = GIB
-"""Minimum host memory of a rank. With less, a rank can offload only a few tensors."""
+"""Minimum host memory per rank. With less, a rank can offload only a few tensors."""
 
 
 def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[CheckResult]:
-    """Run the checks of pinned memory, free memory and CPUs."""
+    """Check pinned memory, free host memory, and which CPUs this process runs on."""
     yield check_pinned_memory(machine, has_gpu=machine.count_gpus() > 0)
     yield check_free_memory(machine, gpus)
     if not gpus:
@@ -24,19 +24,19 @@ def check_host(machine: Machine, gpus: Sequence[Gpu], reason: str) -> Iterator[C
 
 
 def check_pinned_memory(machine: Machine, *, has_gpu: bool) -> CheckResult:
-    """Pin and release some host memory, to check that the process can."""
+    """Check that the process can pin host memory, by pinning and releasing some."""
     name = "pinned memory"
     if not has_gpu:
         return ok(name, "not tested, because the test requires a GPU")
     problem = machine.try_pinning()
     if problem is not None:
-        # CUDA ignores `ulimit -l`: with a limit of 8 MiB, an unprivileged process pinned 4 GiB (driver 580).
+        # The fix is not `ulimit -l`, which CUDA ignores: with 8 MiB, an unprivileged process pinned 4 GiB (driver 580).
         return fail(name, problem, "free host memory or raise the container's memory limit")
     return ok(name, f"{format_bytes(COPY_BYTES)} pinned and released")
 
 
 def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
-    """Check that each rank's share of free host memory is large enough, within the limits of the control group."""
+    """Check that each rank's share of free host memory is large enough, within the limits of its cgroup."""
     name = "host memory"
     if machine.find_import_fault("torch") is not None:
         return skip(name, "torch is not installed")
@@ -67,7 +67,7 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     domain, _, rest = gpu.bus_id.lower().partition(":")
     node = _read_text(machine.root / "sys/bus/pci/devices" / f"{domain[-4:]}:{rest}" / "numa_node")
     nodes = _read_cpu_list(_read_text(machine.root / "sys/devices/system/node/online"))
-    if not node.isdigit() or not machine.cpus:  # -1 if unknown
+    if not node.isdigit() or not machine.cpus:  # the node is -1 if unknown
         return skip(name, "the GPU's NUMA node is unknown")
     if len(nodes) == 1:
         return ok(name, "the machine has only one NUMA node")
@@ -76,7 +76,7 @@ def check_cpus(machine: Machine, index: int, gpu: Gpu) -> CheckResult:
     if not near & machine.cpus:
         return warn(name, f"this process cannot run on node {node}, the GPU's NUMA node", fix)
     if machine.cpus - near:
-        found = f"this process may run on {len(machine.cpus)} CPUs, but only {len(near)} are on the GPU's NUMA node {node}"
+        found = f"this process can run on {len(machine.cpus)} CPUs, but only {len(near)} are on the GPU's NUMA node {node}"
         return warn(name, found, f"{fix}, or use torchrun --numa-binding node")
     return ok(name, f"this process runs on node {node}, the GPU's NUMA node")
 

@@ -15,7 +15,7 @@ from fgoffload.errors import OffloadError
 from fgoffload.units import MIB
 
 TIMEOUT_SECONDS = 120.0
-"""Timeout for a command. Importing torch and Transformer Engine from a slow disk takes half a minute."""
+"""Timeout for a command. Importing torch and Transformer Engine from a slow disk can take half a minute."""
 
 COPY_BYTES = 256 * MIB
 """Size of a measured copy. At 50 GB/s, it takes 5 ms, so launch overhead is negligible."""
@@ -51,7 +51,7 @@ def measure_copies(index: int) -> CopyRates:
 
 
 def try_pinning() -> str | None:
-    """Pin and release `COPY_BYTES` of host memory as the engine does. Return the error, or None."""
+    """Pin and release `COPY_BYTES` of host memory as the engine does. Return the error, or None if it worked."""
     from fgoffload.engine import find_device
 
     try:
@@ -82,7 +82,7 @@ class Machine:
         self.environment: Mapping[str, str] = os.environ
         self.python_version = platform.python_version()
         self.cpus = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-        """CPUs that this process may run on."""
+        """CPUs that this process can run on. Empty if unknown."""
 
     def run(self, words: Sequence[str], variables: Mapping[str, str]) -> CommandResult:
         """Run a command with additional environment `variables`, and wait for it.
@@ -107,14 +107,14 @@ class Machine:
         return CommandResult(ended.returncode, ended.stdout + ended.stderr)
 
     def find_version(self, distribution: str) -> str | None:
-        """Return the version of an installed distribution, or None."""
+        """Return the version of a distribution, or None if it is not installed."""
         try:
             return importlib.metadata.version(distribution)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def find_import_fault(self, module: str) -> str | None:
-        """Return why a module cannot be imported, or None."""
+        """Return why a module cannot be imported, or None if it can."""
         try:
             importlib.import_module(module)
         except (ImportError, OSError) as error:  # OSError: a shared library is missing
@@ -122,7 +122,7 @@ class Machine:
         return None
 
     def find_cuda_version(self) -> str | None:
-        """Return the CUDA version that torch was built for, or None."""
+        """Return the CUDA version that torch was built with, or None."""
         import torch
 
         return torch.version.cuda

@@ -1,4 +1,4 @@
-"""The result of a check, and its status."""
+"""The result of a check, including its status."""
 
 import dataclasses
 import enum
@@ -9,7 +9,7 @@ class Status(enum.Enum):
 
     OK = "ok"  # no action needed
     WARNING = "warning"  # training works, but is slower or uses more memory than necessary
-    ERROR = "error"  # training fails, or silently ignores a request
+    ERROR = "error"  # training fails, or silently does not do what was requested
     SKIPPED = "skipped"  # the check cannot run on this machine
 
 
@@ -22,7 +22,7 @@ class CheckResult:
     found: str
     """The finding, or the reason for skipping the check."""
     fix: str = ""
-    """How to fix the problem. Empty if there is none."""
+    """How to fix the problem. Empty if there is no problem."""
 
 
 def ok(name: str, found: str) -> CheckResult:

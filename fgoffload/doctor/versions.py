@@ -29,7 +29,7 @@ def check_versions(machine: Machine) -> Iterator[CheckResult]:
 def _check_torch(machine: Machine) -> CheckResult:
     found = machine.find_version("torch")
     if found is None:
-        missing = "not installed; only `fgoffload plan` and `fgoffload doctor` work without it"
+        missing = "not installed; only `fgoffload plan`, `doctor` and `completion` work without it"
         return fail("torch", missing, "install torch 2.9 or newer: pip install 'fgoffload[torch]'")
     fault = machine.find_import_fault("torch")
     if fault is not None:
@@ -63,7 +63,7 @@ def _check_transformer_engine(found: str | None) -> CheckResult:
 
 
 def _read(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of `version`: `2.11.0+cu130` is (2, 11, 0)."""
+    """Return the leading numbers of `version`. For `2.11.0+cu130`, they are (2, 11, 0)."""
     match = re.match(r"\d+(?:\.\d+)*", version)
     return tuple(map(int, match[0].split("."))) if match else ()
 
@@ -72,7 +72,7 @@ def check_environment(environment: Mapping[str, str]) -> Iterator[CheckResult]:
     """Check the variables of Transformer Engine and CUDA that affect offload or bitwise comparisons."""
     yield _check_backends(environment)
     variable = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
-    # This setting is independent of offload, but matters if two runs are compared bitwise.
+    # This variable does not affect offload, but it matters for bitwise comparisons.
     effect = "results may differ in the last bits between runs; 0 makes them deterministic"
     if environment.get(variable) == "0":
         effect = "deterministic"

@@ -108,7 +108,7 @@ def test_a_gradient_difference_exits_with_code_1_and_names_the_parameter(capsys,
     monkeypatch.setattr(Trainer, "run_step", run_and_change_a_digest)
     assert main(["train", ARGUMENTS, "--steps", "2"]) == 1
     first = next(iter(results[0].gradient_digests))
-    assert f"The gradients differ: first in step 2, {first}." in capsys.readouterr().out
+    assert f"The gradients differ, first in step 2: {first}." in capsys.readouterr().out
 
 
 def test_a_megatron_error_in_the_first_step_is_one_line_with_a_traceback_hint(capsys, monkeypatch):

@@ -162,7 +162,7 @@ def write_link(path, *, device="CPU", rates=(25e9, 24e9, 12e9), small=1e9):
 def test_a_measured_link_replaces_only_the_link_of_the_hardware_table(capsys, tmp_path, arguments):
     words = (arguments, "--gpu", "h100", "--offload-memory-budget", "12GiB")
     table, measured = (plan(capsys, *words, *more)[1] for more in ((), ("--profile", write_link(tmp_path / "link.json"))))
-    source = "measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way at once"
+    source = "measured on CPU, 2026-11-22: 25.0 GB/s to the host, 24.0 to the device, 12.0 each way when both are in use"
     assert source in " ".join(measured.split())
     assert "Link: " not in table
     for name in ("baseline", "full recompute"):  # these offload nothing, so they do not use the link
@@ -173,4 +173,4 @@ def test_a_measured_link_replaces_only_the_link_of_the_hardware_table(capsys, tm
 def test_a_device_and_a_training_profile_exclude_each_other(capsys, arguments, profile):
     code, _, err = plan(capsys, arguments, "--gpu", "h100", "--profile", str(profile), *BUDGET)
     assert code == 2
-    assert f"--gpu and --profile {profile} both set the device, since the profile is of a training run. Use only one" in err
+    assert f"--gpu and --profile {profile} both set the device, since the profile is from a training run. Use only one" in err
