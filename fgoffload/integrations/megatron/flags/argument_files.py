@@ -37,7 +37,7 @@ _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
-"""Words that occur in commands that may change flags."""
+"""Matches words that mark a command as one that may change flags."""
 _AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
 """Matches the first word after the flags of a command that is given as a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
@@ -239,7 +239,7 @@ def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
 
 
 def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
-    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which holds."""
+    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which always holds."""
     parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):

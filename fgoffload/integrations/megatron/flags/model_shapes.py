@@ -123,7 +123,7 @@ def read_model(
             logger.warning("%s: --sequence-parallel is assumed, because Megatron needs it for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
-        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
+        list_chunks(model, parallelism)  # raises if the model cannot be split across the ranks
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, **{name: name for name in _MODEL_FLAGS.split()}})
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
@@ -153,7 +153,7 @@ def read_parallelism(
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
-        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
+        list_chunks(model, parallelism)  # raises if the model cannot be split across the ranks
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error

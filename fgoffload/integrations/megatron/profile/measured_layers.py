@@ -37,7 +37,7 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts the storage: every run does if all layers save it, else only a microbatch's first run."""
+        """Return whether `run` counts the storage: it saved the storage first in its microbatch, or all layers save it."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
@@ -168,8 +168,8 @@ class _LayerBuilder:
 
     def build(self) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # Which storages are packed for offload depends on the plan. So every segment reserves memory to pack all of them in
-        # forward and to unpack them in backward.
+        # Which storages are packed for offload depends on the plan. So we add, to every segment, the memory for packing all of
+        # them in forward and for unpacking them in backward.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
             _add_extra_bytes(segment, packed_bytes)

@@ -33,7 +33,7 @@ _STALL_S = 2e-3
 """Seconds to stall the device before each segment of forward. Even experts in eager mode launch in less time."""
 
 STALLED_MICROBATCHES = 3
-"""Number of microbatches per chunk with stalls. Only their times count; the first, a warm-up, counts only if it is alone."""
+"""Number of stalled microbatches per chunk. Only their times count; the first, a warm-up, counts only if it is alone."""
 
 FIRST, LAST = "first", "last"
 """Names of the segments before and after the layers of a model chunk."""

@@ -18,7 +18,7 @@ class SegmentRecord:
 
     name: str
     tag: str | None
-    """Tag of the site whose region is the segment, or None between regions."""
+    """Tag of the site whose region this segment is, or None between regions."""
     is_sampled: bool
     """Whether memory counters are read at the segment's start and end."""
     forward: list[Span] = dataclasses.field(default_factory=list)
@@ -89,7 +89,7 @@ class Run:
     """Storage key of the layer's input."""
     input_bytes: int = 0
     input_keys: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Storage keys of the sites' inputs, keyed by tag."""
+    """Storage key of the input of each site, by tag."""
     segments: dict[str, SegmentRecord] = dataclasses.field(default_factory=dict)
     """Segments in forward order, keyed by name."""
     saved: dict[int, SavedRecord] = dataclasses.field(default_factory=dict)

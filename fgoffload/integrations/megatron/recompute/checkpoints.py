@@ -5,11 +5,11 @@ refills them in backward. Under a plan, `reruns.py` recomputes instead, and resu
 recompute. With Megatron's own recompute flags, or with FP8, whose scaling must also be restored, Megatron still recomputes.
 
 [Note: Inputs of CheckpointWithoutOutput]
-The checkpoint saves detached aliases of its inputs, and these are leaves. For a saved leaf, torch keeps the node that accumulates
-its gradient, even under saved-tensor hooks. The node references the leaf and its storage, so an offloaded input would stay on
-the GPU until backward reached it. For a tensor that is not a leaf, torch keeps the node that computed it, which the graph
-references anyway. So we save the inputs without detaching them. Results are identical, because Megatron detaches the inputs
-before the recompute. In-place changes are still detected, because detached aliases share the version counter.
+The checkpoint saves detached aliases of its inputs, and these are leaves. For a saved leaf, torch keeps the node that
+accumulates its gradient, even under saved-tensor hooks. The node references the leaf and its storage, so an offloaded input
+would stay on the GPU until backward reached it. For a tensor that is not a leaf, torch keeps the node that computed it, which
+the graph references anyway. So we save the inputs without detaching them. Results are identical, because Megatron detaches the
+inputs before the recompute. In-place changes are still detected, because detached aliases share the version counter.
 
 Sources: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
 `CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Since 2026-08-18, Megatron's development branch (0.20) also
