@@ -115,7 +115,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
         return 0  # the optimizer updates the model's own parameters
-    # With bf16, Transformer Engine stores only the low 16 bits of main parameters, unless an FP8 recipe except `delayed` is set.
+    # With bf16, Transformer Engine stores only the low 16 bits of main parameters, except with non-`delayed` FP8 recipes.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]
