@@ -8,7 +8,7 @@
     megatron.remove(offload)
 
 Call `apply` before you create the model's `TransformerConfig`: it enables Megatron's own offload sites in every config that is
-created later. Sites that Megatron lacks need no config. The model's first forward adds them.
+created later. The sites that Megatron lacks need no config; the model's first forward adds them.
 """
 
 import contextlib
@@ -104,5 +104,5 @@ def _apply(config: OffloadConfig, patches: "Patches", device: "Device | None") -
 
 
 def remove(offload: "MegatronOffload") -> None:
-    """Undo `apply`: restore Megatron's symbols, and free all memory that no autograd graph needs."""
+    """Undo `apply`: restore Megatron's symbols, and free all of the engine's memory that no autograd graph still needs."""
     offload.remove()

@@ -113,7 +113,7 @@ INVALID = {
     "--multi-latent-attention": "--kv-lora-rank is missing, but --multi-latent-attention needs it",
     "--num-experts 8 --moe-router-dtype fp64": "--moe-router-dtype fp64 is not supported: the router's saved",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0.1": "sinkhorn is not supp",
-    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is outside 1 to --moe-router-num-groups 2",
+    "--num-experts 8 --moe-router-num-groups 2 --moe-router-group-topk 3": "topk 3 is not between 1 and --moe",
     "--fp8-format e4m3 --fp8-recipe secret": "--fp8-recipe 'secret' is not supported. Use one of",
     "--no-swiglu --quick-geglu --no-bias-swiglu-fusion": "with --quick-geglu: the saved bytes of the unfused activation",
     "--tp 2 --mtp-num-layers 1": "without --sequence-parallel is not supported with multi-token prediction.",
@@ -179,7 +179,7 @@ def test_invalid_command_line_flags_are_rejected(typed, message):
             "--lr 1e-3 --unheard-of 3 --no-jit-fuser --no-masked-softmax-fusion --save /there --recompute-granularty full",
             DENSE,
             [
-                "file.sh: not modelled (predicted times are too short): --no-jit-fuser.",
+                "file.sh: not modeled (predicted times are too short): --no-jit-fuser.",
                 "file.sh: unknown flags, which a plan ignores: --unheard-of, --recompute-granularty (--recompute",
             ],
         ),

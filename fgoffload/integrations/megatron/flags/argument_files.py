@@ -9,8 +9,8 @@
 The flags are the words after the Python script in the last command that runs one. In a file without such a command, the flags
 are the words of all arrays, and of strings that begin with a flag. This module supports assignments, arrays, `+=`, `export`,
 quotes, variables with defaults, integer arithmetic, and `if` and `[ ] &&` with comparisons of strings or numbers. Everything
-else, such as `source` and loops, is skipped. One warning lists skipped commands, and branches that depend on an unassigned
-variable. An unassigned variable is left as written, but counts as empty in a condition.
+else, such as `source` and loops, is skipped. One warning lists the skipped commands and the branches that depend on an
+unassigned variable. An unassigned variable is left as written, but counts as empty in a condition.
 """
 
 import itertools
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<append>\+?)=")
 _BLOCKS: Mapping[str, str] = {"if": "fi", "while": "done", "for": "done", "until": "done", "case": "esac", "{": "}"}
-"""Last word of each kind of block, by its first word."""
+"""Closing word of each kind of block, keyed by its opening word."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _OPENERS = frozenset({"if", "then", "elif", "else", "do", "while", "until", "!"})
 """Words after which a new command begins."""
@@ -37,9 +37,9 @@ _ENDS = frozenset({"\n", ";", ";;", "&", "&&", "||", "|"})
 _COMPARISONS = {f"-{name}": getattr(operator, name) for name in ("eq", "ne", "gt", "ge", "lt", "le")}
 
 _CHANGES = re.compile(r"\.(py|sh)$|^(source|\.|eval|read|mapfile|sbatch)$")
-"""Words that occur in commands that may change flags."""
+"""Matches words that mark a command as one that may change flags."""
 _AFTER_FLAGS = re.compile(r"\d?>|[|&;]")
-"""Start of a shell word after the flags of a command in a string, such as `2>&1`."""
+"""Matches the first word after the flags of a command that is given as a string, such as `2>&1`."""
 _BRACKETS = {"[": "]", "[[": "]]"}
 
 
@@ -56,12 +56,12 @@ def read_script_file(path: Path, *, variables: Mapping[str, str] | None = None) 
         variables: Initial values of variables. Pass `os.environ` to read the file as bash does.
 
     Raises:
-        ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flag.
+        ConfigError: The file cannot be read, has an unclosed quote, bracket or block, or contains no flags.
     """
     text = read_text_file(path, name=f"argument file {path}", fix="Use a bash file with Megatron flags in arrays.")
     script = Script(text, source=str(path), variables=variables)
     if script.skipped:
-        logger.warning("%s: fgoffload does not run the file, and skipped these commands: %s.", path, ", ".join(script.skipped))
+        logger.warning("%s: fgoffload does not run the file and skipped these commands: %s.", path, ", ".join(script.skipped))
     return script
 
 
@@ -83,7 +83,7 @@ class Script:
         self.skipped: list[str] = []
         """Skipped commands that may change flags, each with its line number."""
         self._read(split_script(text, source))
-        for command in [] if self._launched else self._variables.list_texts():  # sbatch and srun take a command as a string
+        for command in [] if self._launched else self._variables.list_texts():  # sbatch and srun accept a command as a string
             self._read_launch(command.split())
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
@@ -135,7 +135,7 @@ class Script:
             return False
         self._launch = texts[:script]
         flags = itertools.takewhile(lambda text: not _AFTER_FLAGS.match(text), texts[script + 1 :])
-        self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # as `eval` and `bash -c` do
+        self._launched = [text.strip("'\"").replace("\\", "") for text in flags]  # unquoted, as by `eval`
         return True
 
     def _assign(self, word: Word) -> bool:
@@ -239,7 +239,7 @@ def _drop_redirections(command: Sequence[Word]) -> Iterator[Word]:
 
 
 def _split_branches(command: Sequence[Word]) -> Iterator[tuple[Sequence[Word], Sequence[Word]]]:
-    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which is true."""
+    """Yield the condition and the body of each branch of an `if`. `else` has an empty condition, which always holds."""
     parts: list[tuple[str, list[Word]]] = []
     depth = 0
     for place, item in enumerate(command):

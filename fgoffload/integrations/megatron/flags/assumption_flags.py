@@ -1,4 +1,4 @@
-"""Derives a prediction's optimizer state, fused kernels and offload settings from Megatron's flags."""
+"""Derives a prediction's assumptions (optimizer state, fused kernels, offload settings) from Megatron's flags."""
 
 import logging
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from fgoffload.units import parse_bytes
 logger = logging.getLogger(__name__)
 
 DTYPE_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Bytes per element, by the dtype names in Megatron's flags."""
+"""Bytes per element, keyed by the dtype names in Megatron's flags."""
 
 SHARDING_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Sharding strategies of Megatron-FSDP. Each strategy shards more than the previous one."""
@@ -25,7 +25,7 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 
 
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
-    """Build the planner's assumptions from Megatron's flags. Without `has_optimizer`, steps do not update parameters.
+    """Build the planner's assumptions from Megatron's flags. If `has_optimizer` is False, steps do not update parameters.
 
     The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Raise a ConfigError if a flag is
     invalid or two flags are mutually exclusive.
@@ -51,13 +51,13 @@ def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assum
 
 
 def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> ParameterState:
-    """Return the bytes per parameter of gradients and optimizer states. Without an optimizer, only gradients are counted.
+    """Return the bytes per parameter for gradients and optimizer states. Without an optimizer, only gradients are counted.
 
-    Source: `validate_args` of megatron/training/arguments.py, core/optimizer/optimizer_config.py and
-    core/optimizer/distrib_optimizer.py of Megatron-LM core 0.16.1.
+    Sources: `validate_args` in megatron/training/arguments.py, core/optimizer/optimizer_config.py and
+    core/optimizer/distrib_optimizer.py in Megatron-LM core 0.16.1.
 
     Raises:
-        ConfigError: A dtype needs the precision-aware optimizer, or two flags are mutually exclusive.
+        ConfigError: A dtype needs the precision-aware optimizer, which is off, or two flags are mutually exclusive.
     """
     is_aware = values.get("use_precision_aware_optimizer", False)
     types = {name: values.get(name, "fp32") for name in _PRECISION_AWARE_TYPES}
@@ -72,7 +72,7 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     fraction = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
     if fraction:
         logger.warning(
-            "--optimizer-cpu-offload: a plan does not model the CPU update and its copies, so predicted times are too short."
+            "--optimizer-cpu-offload: the CPU update and its copies are not modeled, so predicted times are too short."
         )
     if (name := values.get("optimizer", "adam")) != "adam":
         logger.warning("--optimizer %s: the sizes of its states are unknown, so a plan assumes those of Adam.", name)
@@ -115,7 +115,7 @@ def _count_gradient_bytes(values: Mapping[str, Any], main_dtype: str) -> int:
 def _count_main_parameter_bytes(values: Mapping[str, Any], dtype: str) -> int:
     if not values.get("bf16") and not values.get("fp16"):
         return 0  # the optimizer updates the model's own parameters
-    # Transformer Engine stores only the 16 bits that bf16 drops from fp32, unless an FP8 recipe other than `delayed` is set.
+    # With bf16, Transformer Engine stores only the low 16 bits of main parameters, except with non-`delayed` FP8 recipes.
     has_remainders = values.get("bf16") and values.get("fp8_recipe", "delayed") == "delayed"
     if values.get("use_precision_aware_optimizer") and has_remainders:
         return DTYPE_BYTES["fp16"]

@@ -1,4 +1,4 @@
-"""Derives the planner's shapes of the experts and the router from Megatron's flags."""
+"""Builds the planner's `ExpertsShape` and `RouterShape` from Megatron's flags."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ _FIELD_FLAGS = {
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
 }
-"""Flag of each field of `ExpertsShape` and `RouterShape`, with `_` for `-`."""
+"""Flag for each field of `ExpertsShape` and `RouterShape`, with `_` for `-`."""
 
 _DEFAULT_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
@@ -45,7 +45,7 @@ def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     channels = values.get("moe_ffn_hidden_size", values.get("ffn_hidden_size"))
     if channels is None:
         raise ConfigError(
-            "--moe-ffn-hidden-size is missing. Pass the hidden size of an expert, for example --moe-ffn-hidden-size 2048."
+            "--moe-ffn-hidden-size is missing. Pass the FFN hidden size of an expert, for example --moe-ffn-hidden-size 2048."
         )
     with _named_by_flags():
         experts = ExpertsShape(
@@ -75,7 +75,7 @@ def change_experts(experts: ExpertsShape, values: Mapping[str, Any]) -> ExpertsS
 
 
 def _limit_imbalance(imbalance: float, values: Mapping[str, Any]) -> float:
-    """Return the ratio of the fullest rank's tokens to the mean tokens per rank, limited by the experts' capacity."""
+    """Return the ratio of the busiest rank's tokens to the mean number per rank, limited by the experts' capacity."""
     capacity = values.get("moe_expert_capacity_factor")
     if capacity is not None and values.get("moe_pad_expert_input_to_capacity"):
         return max(1.0, float(capacity))
@@ -89,7 +89,7 @@ def _find_groups(values: Mapping[str, Any]) -> tuple[int, int] | None:
         return None
     if not 1 <= chosen <= groups:
         raise ConfigError(
-            f"--moe-router-group-topk {chosen} is outside 1 to --moe-router-num-groups {groups}. Use 1 to {groups}."
+            f"--moe-router-group-topk {chosen} is not between 1 and --moe-router-num-groups {groups}. Use 1 to {groups}."
         )
     return chosen, groups
 
@@ -104,7 +104,7 @@ def _find_dispatcher(values: Mapping[str, Any]) -> Dispatcher:
     if kind != "flex":
         return "alltoall"
     backend: Dispatcher = values.get("moe_flex_dispatcher_backend", "deepep")
-    logger.warning("--moe-flex-dispatcher-backend %s: its buffers are not modelled, so predicted memory is too low.", backend)
+    logger.warning("--moe-flex-dispatcher-backend %s: its buffers are not modeled, so predicted memory is too low.", backend)
     return backend
 
 
@@ -126,7 +126,7 @@ def _change_router(router: RouterShape, values: Mapping[str, Any]) -> RouterShap
 
 @contextlib.contextmanager
 def _named_by_flags() -> Iterator[None]:
-    """Replace field names with flags in ConfigErrors that the body raises."""
+    """Replace field names with flags in ConfigErrors raised in the `with` body."""
     try:
         yield
     except ConfigError as error:
@@ -139,7 +139,7 @@ def _find_balancing(values: Mapping[str, Any]) -> _Balancing:
     kind = next((kind for kind, weight in zip(kinds, coefficients, strict=False) if weight), "none")
     if kind == "global_aux_loss":
         logger.warning(
-            "--moe-router-load-balancing-type global_aux_loss is treated as aux_loss, since its saved bytes are unknown."
+            "--moe-router-load-balancing-type global_aux_loss is treated as aux_loss, because its own saved bytes are unknown."
         )
         kind = "aux_loss"
     known = typing.get_args(_Balancing)

@@ -1,6 +1,6 @@
 """Derives command-line flags from the fields of Megatron's config classes, and defines a parser that raises instead of exiting.
 
-The fields define names, types, defaults and spellings, so this module supports new flags of Megatron without changes.
+The fields define names, types, defaults and spellings, so this module supports new Megatron flags without changes.
 """
 
 import argparse
@@ -35,11 +35,11 @@ _NEAREST_CUTOFF = 0.75
 """Minimum similarity of a suggested flag, from 0 to 1 as in `difflib`. Less similar suggestions would mislead."""
 
 _VALUE_THAT_BEGINS_WITH_MINUS = re.compile(r"-\.?\d")
-"""Matches values such as `-1e-3` and `-1MiB`, which argparse, unlike `-5`, would treat as flags."""
+"""Matches values such as `-1e-3` and `-1MiB`. By default, argparse treats them as flags, although it accepts `-5`."""
 
 
 def whole_number(text: str) -> int:
-    """Parse an integer for argparse. Reject `_`, blanks and more than 100 digits, which `int` accepts."""
+    """Parse an integer for argparse. Reject `_`, whitespace and more than 100 digits, which `int` accepts."""
     if re.fullmatch(r"[+-]?[0-9]{1,100}", text) is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number. Use one, for example 4.")
     return int(text)
@@ -57,7 +57,7 @@ def number(text: str) -> float:
 
 
 def layer_pattern(text: str) -> int | list[int]:
-    """Parse a number or a list for argparse, such as `2`, `[0,1,1]` or `([0]*1+[1]*3)*2`. See `compute`."""
+    """Parse an integer or a list of integers for argparse, such as `2`, `[0,1,1]` or `([0]*1+[1]*3)*2`. See `compute`."""
     try:
         pattern: int | list[int] = compute(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, TypeError, ValueError, ArithmeticError, RecursionError):
@@ -137,13 +137,13 @@ class FlagParser(argparse.ArgumentParser):
         return vars(values)
 
     def find_given(self, words: Sequence[str]) -> dict[str, str]:
-        """Return the field name of each flag in `words`, under all spellings of the flag."""
+        """Return the field name of each flag in `words`, keyed by every spelling of the flag."""
         actions = self._option_string_actions
         given = {actions[flag].dest for flag in (word.partition("=")[0] for word in words) if flag in actions}
         return {flag: action.dest for flag, action in actions.items() if action.dest in given}
 
     def find_nearest(self, flag: str) -> str | None:
-        """Return the known flag most similar to `flag`, or None. Among about equally similar flags, prefer fgoffload's own."""
+        """Return the known flag most similar to `flag`, or None. If two are about equally similar, prefer offload flags."""
         known = (*self._option_string_actions, *self._known_elsewhere)
         near = difflib.get_close_matches(flag, known, n=2, cutoff=_NEAREST_CUTOFF)
         scores = {one: difflib.SequenceMatcher(None, one, flag).ratio() + 0.05 * (one in DECIDED_BY_PLAN) for one in near}
@@ -197,7 +197,7 @@ def add_field_flags(
 
 
 def to_flag(field_name: str) -> str:
-    """Return the flag of a field, such as `--num-layers` for `num_layers`."""
+    """Return the flag for a field, such as `--num-layers` for `num_layers`."""
     return "--" + field_name.replace("_", "-")
 
 
@@ -207,7 +207,7 @@ def name_flags(message: str, flags: Mapping[str, str]) -> str:
 
 
 class _StoreOneOrMore(argparse.Action):
-    """Stores one value as it is, and several values as a list."""
+    """Stores a single value as is, and several values as a list."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values[0] if len(values) == 1 else values)

@@ -1,4 +1,4 @@
-"""Records which file or command line sets each flag, for errors."""
+"""Records whether a file or the command line sets each flag, for error messages."""
 
 import dataclasses
 import re
@@ -24,7 +24,7 @@ class FlagSources:
     places: tuple[str, ...]
     """One or more sources, in reading order."""
     place_of_flag: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Source of each flag, under all spellings of the flag."""
+    """Source of each flag, keyed by every spelling of the flag."""
 
     def __str__(self) -> str:
         return " and ".join(self.places)

@@ -1,7 +1,7 @@
-"""Adds and reads Megatron's CUDA graph flags, under their names in megatron-core 0.19 for any installed version.
+"""Adds and reads Megatron's CUDA graph flags, named as in megatron-core 0.19, for any installed version.
 
-Before 0.18, `--cuda-graph-modules` was `--cuda-graph-scope`, and a graph of the whole step was a scope of `local` graphs. Both
-spellings are accepted and converted to the fields of the installed version.
+Before 0.18, `--cuda-graph-modules` was called `--cuda-graph-scope`, and a graph of the whole step was a scope of `local`
+graphs. Both spellings are accepted and converted to the fields of the installed version.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,7 +13,7 @@ from fgoffload.integrations.megatron.flags.field_flags import FlagParser, one_of
 _IMPL, _MODULES, _SCOPE = "cuda_graph_impl", "cuda_graph_modules", "cuda_graph_scope"
 
 GRAPH_FIELDS = frozenset({_IMPL, _MODULES, _SCOPE})
-"""Config fields, of all versions, whose flags `add_graph_flags` adds."""
+"""Config fields, from all versions, for which `add_graph_flags` adds flags."""
 
 _WHOLE_LAYER = "full"
 _LAYER_MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")

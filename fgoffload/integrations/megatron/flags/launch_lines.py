@@ -1,4 +1,4 @@
-"""Counts the GPUs of a launch script from the command that runs Python and the `#SBATCH` lines."""
+"""Finds how many GPUs a launch script uses, from its launch command and its `#SBATCH` lines."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ def read_header(text: str) -> tuple[Sizes, dict[str, str]]:
 
 
 def count_gpus(launch: Sequence[str], header: Sizes) -> int | None:
-    """Return the number of processes that a script starts, or None if unknown.
+    """Return the number of GPUs that a script uses (one per process), or None if unknown.
 
     `launch` contains the words before the Python script in the launch command, if any. `header` comes from `read_header`.
     """

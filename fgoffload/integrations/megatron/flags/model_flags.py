@@ -1,7 +1,7 @@
 """Parses the Megatron flags that a plan depends on, without Megatron-Core or torch.
 
-Each flag has Megatron-LM's spelling and, if it differs, the name of Megatron-Core's field.
-`tests/unit/megatron/test_model_shapes.py` compares the tables with Megatron-LM's parser.
+Each flag has Megatron-LM's spelling and, if different, a second spelling from the Megatron-Core field.
+`tests/unit/megatron/test_model_shapes.py` compares these tables with Megatron-LM's parser.
 """
 
 import argparse
@@ -75,7 +75,7 @@ _OTHERS: Mapping[str, Mapping[str, Any]] = {
     "exp-avg-dtype": {"type": one_of(DTYPE_BYTES)},
     "exp-avg-sq-dtype": {"type": one_of(DTYPE_BYTES)},
 }
-"""Other flags, with their argparse options."""
+"""Keyword arguments of `add_argument` for flags that are in none of the other tables."""
 
 _REALS = """
 rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacity-factor optimizer-offload-fraction
@@ -83,7 +83,7 @@ rotary-percent hidden-dropout moe-expert-capacity-factor moe-expert-rank-capacit
 """Flags with float values."""
 
 _TEXTS = "pipeline-model-parallel-layout optimizer offload-window offload-prefetch"
-"""Flags whose values stay text in this parser. Other code parses the text."""
+"""Flags whose values this parser leaves as text, for other code to parse."""
 
 
 def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagParser:
@@ -108,7 +108,7 @@ def build_model_parser(source: str, *, own_flags: Collection[str] = ()) -> FlagP
 
 
 def drop_unset(flags: Sequence[str], typed: Sequence[str]) -> list[str]:
-    """Return `flags` without those that contain an unset variable and that `typed` overrides."""
+    """Return `flags` without those whose value contains an unset variable and that `typed` overrides."""
     given, kept = build_model_parser("").find_given(typed), list(flags)
     for place in reversed(range(len(kept) - 1)):
         if kept[place] in given and "$" in kept[place + 1]:

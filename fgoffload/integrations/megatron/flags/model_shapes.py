@@ -1,4 +1,4 @@
-"""Reads a plan's model and ranks from Megatron's flags, without torch or Megatron-Core.
+"""Reads the model and the parallelism from Megatron's flags, without torch or Megatron-Core.
 
     model, parallelism = read_model_file(Path("arguments/deepseek_v3.sh"), typed=["--seq-length", "8192"])
 
@@ -57,27 +57,27 @@ add_qkv_bias untie_embeddings_and_output_weights num_experts moe_layer_freq moe_
 moe_router_group_topk moe_router_num_groups moe_shared_expert_intermediate_size moe_grouped_gemm
 attention_backend transformer_impl fp16
 """
-"""Flags, with `_` for `-`, that are invalid for a model from another source, such as Hugging Face's files."""
+"""Flags, with `_` for `-`, that are rejected if the model comes from another source, such as Hugging Face's files."""
 
 _REQUIRED = {"num_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "seq_length": 4096, "micro_batch_size": 1}
 """Required flags, with example values."""
 
 _LATENT_DEFAULTS = {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128}
-"""Defaults of latent attention in Megatron-LM and megatron-core 0.16.1. Their defaults for `kv_lora_rank` differ."""
+"""Latent attention defaults that Megatron-LM and megatron-core 0.16.1 share. Their defaults for `kv_lora_rank` differ."""
 
 _DEFAULT_VOCAB_SIZE = 256
-"""Vocabulary size of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer determines it."""
+"""Vocabulary size of `fgoffload train`, whose tokens are bytes. In Megatron-LM, the tokenizer determines the size."""
 
 
 def read_model_file(
     path: Path, *, typed: Sequence[str] = (), own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the model and the ranks from the argument file at `path`. See `read_model`.
+    """Return the model and the parallelism from the argument file at `path`. See `read_model`.
 
     The launch command, `#SBATCH` lines or `NUM_GPUS` in the file set the number of ranks.
 
     Raises:
-        ConfigError: The file cannot be read, or describes a model that cannot be planned.
+        ConfigError: The file cannot be read, or describes a model that fgoffload cannot plan.
     """
     script = read_script_file(path)
     num_gpus = script.find_num_gpus()
@@ -96,7 +96,7 @@ def read_model(
     num_gpus: int | None = None,
     own_flags: Collection[str] = (),
 ) -> tuple[ModelShape, Parallelism]:
-    """Return the model and the ranks that `flags` describe.
+    """Return the model and the parallelism that `flags` describe.
 
     Args:
         flags: Megatron-LM's flags. Later flags override earlier ones. One warning lists unknown flags, which are skipped.
@@ -106,7 +106,7 @@ def read_model(
         own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
-        ConfigError: A flag is missing or has an invalid value, or the ranks cannot share the model.
+        ConfigError: A flag is missing or has an invalid value, or the model cannot be split across the ranks.
     """
     values = _parse(flags, source=source, typed=typed, own_flags=own_flags)
     try:
@@ -123,7 +123,7 @@ def read_model(
             logger.warning("%s: --sequence-parallel is assumed, because Megatron needs it for experts.", source)
         model = _make_model(values, name=Path(source).stem)
         parallelism = make_parallelism(values, model, num_gpus=num_gpus)
-        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
+        list_chunks(model, parallelism)  # raises if the model cannot be split across the ranks
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, **{name: name for name in _MODEL_FLAGS.split()}})
         raise ConfigError(f"{source}{f' and {COMMAND_LINE}' if typed else ''}: {message}") from error
@@ -134,26 +134,26 @@ def read_model(
 def read_parallelism(
     flags: Sequence[str], *, source: str, model: ModelShape, own_flags: Collection[str] = ()
 ) -> tuple[ModelShape, Parallelism]:
-    """Apply `flags` to a model from another source. Return the changed model and the ranks.
+    """Apply `flags` to a model from another source. Return the changed model and the parallelism.
 
     Two defaults differ from Megatron's: tensor parallelism enables sequence parallelism, and without `--global-batch-size`, a
     step has enough microbatches to fill the pipeline. A warning reports each default that is used.
 
     Args:
-        flags: Parallel sizes, `--seq-length`, and options of layers and experts, as typed. Any other flag is an error.
+        flags: Parallel sizes, `--seq-length`, and options for layers and experts, as typed. Any other flag is an error.
         source: Source of the flags, for errors.
         model: Model, for example from Hugging Face's files. Its vocabulary is padded as in Megatron.
         own_flags: Command-line flags that other code parses, included in suggestions for typos.
 
     Raises:
-        ConfigError: A flag has an invalid value, or the ranks cannot share the model.
+        ConfigError: A flag has an invalid value, or the model cannot be split across the ranks.
     """
     values = _parse((), source=source, typed=flags, own_flags=own_flags)
     is_assumed = _assume_sequence_parallel(values)
     try:
         model = _change_model(model, values)
         parallelism = make_parallelism(values, model, num_gpus=None, fills_pipeline=True)
-        list_chunks(model, parallelism)  # raises if the ranks cannot share the model
+        list_chunks(model, parallelism)  # raises if the model cannot be split across the ranks
     except ConfigError as error:
         message = name_flags(str(error), {**FIELD_FLAGS, "seq_length": "seq_length", "mtp_num_layers": "mtp_num_layers"})
         raise ConfigError(f"{source}: {name_config_fields(message)}") from error
@@ -164,8 +164,8 @@ def read_parallelism(
         microbatches = parallelism.microbatches
         sequences = microbatches * parallelism.micro_batch_size * parallelism.data_parallel_size
         logger.warning(
-            "%s: --global-batch-size is missing. The plan assumes %d microbatches per step, %d for each chunk of each stage, "
-            "as with --global-batch-size %d.",
+            "%s: --global-batch-size is missing. The plan assumes %d microbatches per step, %d for each model chunk of each "
+            "stage, as with --global-batch-size %d.",
             *(source, microbatches, MICROBATCHES_OF_A_CHUNK, sequences),
         )
     return model, parallelism
@@ -174,7 +174,7 @@ def read_parallelism(
 def read_assumptions(
     flags: Sequence[str], *, source: str, typed: Sequence[str] = (), has_optimizer: bool = True
 ) -> Assumptions:
-    """Return the assumptions about gradients, optimizer, fused kernels and offload settings from `flags`.
+    """Return the planner's assumptions from `flags`: gradients, optimizer, fused kernels and offload settings.
 
     Args:
         flags: Megatron-LM's flags. Later flags override earlier ones. Unknown flags are ignored.
@@ -194,7 +194,7 @@ def read_assumptions(
 
 
 def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags: Collection[str] = ()) -> dict[str, Any]:
-    """Return the values of all flags by name, with `_` for `-`."""
+    """Return the values of all flags, keyed by name with `_` for `-`."""
     parser = build_model_parser(source)
     parsed, left = parser.parse_known_args(drop_unset(flags, typed))
     left = [word for word in left if "swiglu" not in parsed or not word.endswith("-bias-gelu-fusion")]  # no effect with SwiGLU
@@ -216,7 +216,7 @@ def _parse(flags: Sequence[str], *, source: str, typed: Sequence[str], own_flags
 
 
 def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
-    """Enable sequence parallelism under tensor parallelism unless a flag sets it. Return whether this changed `values`."""
+    """Enable sequence parallelism with tensor parallelism unless a flag sets it. Return whether this changed `values`."""
     if values.get("tensor_model_parallel_size", 1) <= 1 or "sequence_parallel" in values:
         return False
     values["sequence_parallel"] = True
@@ -226,7 +226,7 @@ def _assume_sequence_parallel(values: dict[str, Any]) -> bool:
 def _make_model(values: Mapping[str, Any], *, name: str) -> ModelShape:
     num_layers, heads = values["num_layers"], values["num_attention_heads"]
     if values.get("bf16") and values.get("fp16"):
-        raise ConfigError("--bf16 and --fp16 are mutually exclusive. Use one of them. --no-bf16 or --no-fp16 overrides a file.")
+        raise ConfigError("--bf16 and --fp16 are mutually exclusive. Use only one; --no-bf16 or --no-fp16 overrides a file.")
     experts = make_experts(values)
     is_gated = any(values.get(flag, False) for flag in ("swiglu", "quick_geglu", "gated_linear_unit"))
     moe_layers = None if experts is None else list_moe_layers(values.get("moe_layer_freq", 1), num_layers=num_layers)
@@ -283,7 +283,7 @@ def _change_model(model: ModelShape, values: Mapping[str, Any]) -> ModelShape:
 
 
 def _find_changes(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return new values of the fields that flags may change in a model from any source."""
+    """Return new values of the fields that flags can change in a model from any source."""
     changes = {name: values[name] for name in ("seq_length", "mtp_num_layers") if name in values}
     if "rope_fusion" in values:
         changes["has_fused_rotary"] = values["rope_fusion"]
@@ -322,7 +322,7 @@ def _find_query_groups(values: Mapping[str, Any]) -> int:
 
 def _find_kv_channels(values: Mapping[str, Any]) -> int:
     hidden_size, heads = values["hidden_size"], values["num_attention_heads"]
-    # `ModelShape` rejects fewer than 1 head.
+    # `ModelShape` rejects fewer than one head.
     if "kv_channels" not in values and heads > 0 and hidden_size % heads:
         raise ConfigError(
             f"--hidden-size {hidden_size} is not a multiple of --num-attention-heads {heads}. Use a multiple, or set the "

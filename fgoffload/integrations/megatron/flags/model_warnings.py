@@ -1,4 +1,4 @@
-"""Warns about flags that are missing or not modelled."""
+"""Warns about flags that are missing or not modeled."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FLAGS = frozenset({"--tokenizer-type", "--tokenizer-model", "--vocab-file"})
 _TOKENIZERS: Mapping[str, int] = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
 _LARGE_VOCAB_SIZE = 131072
-"""Assumed vocabulary size of all other tokenizers. Most recent models have 128,000 to 202,000 tokens."""
+"""Assumed vocabulary size of all other tokenizers. Most recent vocabularies have 128,000 to 202,000 tokens."""
 
 _SCORE_SAVING_BACKENDS = ("unfused", "local")
 """Attention backends that save the attention scores for backward. Source: `AttnBackend` of megatron-core 0.16.1."""
@@ -34,23 +34,23 @@ def warn_of_flags(values: Mapping[str, Any], parallelism: Parallelism, source: s
 
 def _list_warnings(values: Mapping[str, Any], parallelism: Parallelism) -> Iterator[str]:
     if "num_experts" in values and "moe_token_dispatcher_type" not in values:
-        yield "without --moe-token-dispatcher-type, a plan assumes alltoall. Megatron's default, allgather, is not modelled."
+        yield "without --moe-token-dispatcher-type, a plan assumes alltoall. Megatron's default, allgather, is not modeled."
     if "num_experts" in values and not values.get("moe_grouped_gemm"):
         yield (
             "without --moe-grouped-gemm, a plan still assumes the saved bytes of grouped experts, so memory may differ. It "
-            "recomputes experts only as a whole. Measure a profile for the real bytes."
+            "can recompute experts only as a whole. Measure a profile to get the actual bytes."
         )
     if (layers := values.get("transformer_impl", "transformer_engine")) != "transformer_engine":
         yield (
             f"--transformer-impl {layers} saves different tensors, but a plan assumes Transformer Engine's layers. Measure a "
-            "profile for the real bytes."
+            "profile to get the actual bytes."
         )
     if read_graphs(values).impl != NO_GRAPHS:
         yield "a plan does not count unused memory in CUDA graph pools, so a step reserves more memory than predicted."
     if (backend := values.get("attention_backend")) in _SCORE_SAVING_BACKENDS:
         yield (
             f"--attention-backend {backend} saves the attention scores, but a plan assumes fused attention, which saves "
-            "none. Measure a profile for the real bytes."
+            "none. Measure a profile to get the actual bytes."
         )
     if "global_batch_size" not in values and parallelism.pipeline_parallel_size > 1:
         chunks = parallelism.pipeline_parallel_size * parallelism.chunks
@@ -74,7 +74,7 @@ def find_vocab_size(flags: Sequence[str], source: str) -> int | None:
 
 
 def warn_of_unparsed(words: Sequence[str], parser: FlagParser, source: str) -> None:
-    """Warn about flags that `parser` did not parse: once per effect of unmodelled flags, and once for all unknown flags."""
+    """Warn about flags that `parser` did not parse: one warning per effect of unmodeled flags, and one for unknown flags."""
     effects: dict[str, list[str]] = {}
     unknown = []
     for flag in list_unknown(words):
@@ -84,6 +84,6 @@ def warn_of_unparsed(words: Sequence[str], parser: FlagParser, source: str) -> N
             nearest = parser.find_nearest(flag)
             unknown.append(flag if nearest is None else f"{flag} ({nearest}?)")
     for effect, found in effects.items():
-        logger.warning("%s: not modelled (%s): %s.", source, effect, " ".join(found))
+        logger.warning("%s: not modeled (%s): %s.", source, effect, " ".join(found))
     if unknown:
         logger.warning("%s: unknown flags, which a plan ignores: %s.", source, ", ".join(unknown))

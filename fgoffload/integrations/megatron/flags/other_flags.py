@@ -1,9 +1,9 @@
-"""Lists Megatron flags that no plan depends on: they affect neither memory nor time, or are not modelled.
+"""Lists Megatron flags that no plan depends on: they affect neither memory nor time, or are not modeled.
 
-`other_flags.json` groups flags without effect by topic, and unmodelled flags by their effect. `--no-...` forms are recognized.
+`other_flags.json` groups flags without effect by topic, and unmodeled flags by effect. An entry also covers a `--no-...` form.
 
-Source: the parser of megatron/training/arguments.py of Megatron-LM core 0.16.1, 0.19.2 and its main branch of August 2026;
-torchrun's own flags; and our own offload flags.
+Sources: the parser in megatron/training/arguments.py of Megatron-LM core 0.16.1, core 0.19.2 and the main branch of August
+2026; torchrun's flags; and our own offload flags.
 """
 
 import json
@@ -27,7 +27,7 @@ def has_no_effect(flag: str) -> bool:
 
 
 def find_effect(flag: str) -> str | None:
-    """Return how the unmodelled `flag` makes predictions wrong, or None for other flags."""
+    """Return how the unmodeled `flag` makes predictions wrong, or None for other flags."""
     known = _NOT_MODELLED.get(flag, _NOT_MODELLED.get(_drop_no(flag)))
     return _NOT_MODELLED["--lora-rank"] if known is None and flag.startswith("--lora") else known
 

@@ -1,4 +1,4 @@
-"""Derives a plan's parallel sizes and microbatches from Megatron's flags."""
+"""Derives a plan's parallel sizes and number of microbatches from Megatron's flags."""
 
 import math
 import types
@@ -20,7 +20,7 @@ _SIZES = {
     "expert_tensor_parallel_size": "expert_tensor_parallel_size",
     "micro_batch_size": "micro_batch_size",
 }
-"""Flag of each size in `Parallelism`, with `_` for `-`."""
+"""Flag for each size in `Parallelism`, with `_` for `-`."""
 
 FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
     {
@@ -37,32 +37,32 @@ FIELD_FLAGS: Mapping[str, str] = types.MappingProxyType(
         "pipeline_layout": "pipeline_model_parallel_layout",
     }
 )
-"""Flag of each field of `Parallelism`, except `data_parallel_size` and `microbatches`, which depend on several flags."""
+"""Flag for each field of `Parallelism`, except `data_parallel_size` and `microbatches`, which depend on several flags."""
 
 VIRTUAL_STAGE_FLAGS = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
 """Flags that set the number of model chunks per rank, with `_` for `-`. Megatron-LM accepts only one of them at a time."""
 
 MICROBATCHES_OF_A_CHUNK = 4
-"""Default ratio of microbatches to model chunks of the pipeline. With 4, pipeline ranks idle for less than 20% of the step."""
+"""Default ratio of microbatches to the pipeline's model chunks. At 4, pipeline ranks idle for less than 20% of the step."""
 
 
 def make_parallelism(
     values: Mapping[str, Any], model: ModelShape, *, num_gpus: int | None, fills_pipeline: bool = False
 ) -> Parallelism:
-    """Return the ranks and microbatches that flags describe. Raise a ConfigError for an invalid value.
+    """Return the parallelism and microbatches that the flags describe. Raise a ConfigError for an invalid value.
 
-    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` and `num_gpus`, the
+    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Without `--num-gpus` or `num_gpus`, the
     plan uses the minimum number of ranks for the model and its experts. Without `--global-batch-size`, a step has one
     microbatch, as in Megatron, or, with `fills_pipeline`, enough to fill the pipeline.
     """
     sizes = _read_sizes(values)
-    # Check this first: if ranks cannot share a layer, no number of GPUs that the error below suggests would help.
+    # Check this first: if a layer cannot be split evenly, the number of GPUs that the error below suggests would not help.
     layer_sizes = ("tensor_parallel_size", "expert_parallel_size", "expert_tensor_parallel_size")
     check_shared_layers(model, **{field: sizes[field] for field in layer_sizes})
     try:
         data_parallel_size = _count_data_parallel(sizes, values, num_gpus)
     except ConfigError:
-        # If the stages cannot share the layers either, raise that error instead, since no number of GPUs would help.
+        # If the layers cannot be divided among the stages either, raise that error, since no number of GPUs would help.
         others = {flag: value for flag, value in values.items() if flag not in ("num_gpus", "global_batch_size")}
         list_chunks(model, make_parallelism(others, model, num_gpus=None, fills_pipeline=True))
         raise

@@ -16,7 +16,7 @@ from fgoffload.integrations.megatron.flags.field_flags import compute
 _BLANK = re.compile(r"([^\S\n]|\\\n)+|#.*")
 _OPERATOR = re.compile(r"\n|&&|\|\||;;|<<<|<<-?|>>|>&|<&|&>|[|&;<>()]")
 _END = re.compile(r"[\s|&;<>()]|\\\n")
-"""First character after a word outside quotes."""
+"""Matches what ends an unquoted word."""
 _DOCUMENT = re.compile(r"[ \t]*['\"]?(\w+)")
 _LITERAL = re.compile(r"(?P<plain>[^\s\"'\\$`|&;<>()]+)|'(?P<single>[^']*)'|\\(?P<escaped>.?)", re.DOTALL)
 _IN_DOUBLE = re.compile(r"([^\"\\$`]+|\\(?![$`\"\\\n]))|\\([$`\"\\\n])")
@@ -27,17 +27,17 @@ _ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
 
 
 class Piece(NamedTuple):
-    """A part of a word."""
+    """A part of a shell word."""
 
     kind: str
-    """`plain`, `quoted`, `double` with its pieces in `inner`, `variable`, `arithmetic`, `command`, or `array` of words."""
+    """`plain`, `quoted`, `double` (double quotes, with pieces in `inner`), `variable`, `arithmetic`, `command` or `array`."""
     text: str
     """Text without quotes or brackets."""
     inner: tuple["Piece | Word", ...] = ()
 
 
 class Word(NamedTuple):
-    """A word and its pieces, or an operator."""
+    """A shell word, split into pieces, or a shell operator, which has no pieces."""
 
     pieces: tuple[Piece, ...]
     line: int
@@ -47,12 +47,12 @@ class Word(NamedTuple):
 
     @property
     def plain(self) -> str:
-        """Return the text of a word without quotes and expansions, or an empty string for any other word."""
+        """Return the word's text if it contains no quotes or expansions, otherwise an empty string."""
         return self.pieces[0].text if len(self.pieces) == 1 and self.pieces[0].kind == "plain" else ""
 
 
 def split_script(text: str, source: str) -> list[Word]:
-    """Return the words and operators of `text`, without comments, continuations and here-documents.
+    """Return the words and operators of `text`, without comments, line continuations and here-documents.
 
     Raises:
         ConfigError: A quote or bracket is not closed. The message names its line.
@@ -142,7 +142,7 @@ class _Scanner:
         return Piece("quoted", "$")
 
     def _take_brackets(self, opened: str, closed: str) -> str:
-        """Return the text up to the matching closing bracket. Brackets may be nested."""
+        """Return the text up to the matching closing bracket. Brackets can be nested."""
         begin, depth = self._at, 0
         for place in range(begin, len(self._text)):
             if depth == 0 and self._text.startswith(closed, place):
@@ -179,10 +179,10 @@ class Variables:
         """Scalars that the script itself assigned."""
         self._arrays: dict[str, list[str]] = {}
         self._used: set[str] = set()
-        """Variables whose expansions other words contain."""
+        """Variables that some other word expands."""
 
     def assign(self, name: str, word: Word, *, appends: bool) -> None:
-        """Assign the text after the `=` of `word` to `name`."""
+        """Assign `word`, the text after the `=`, to `name`, or append it if `appends`."""
         if word.pieces and word.pieces[-1].kind == "array":
             words = [text for one in word.pieces[-1].inner if isinstance(one, Word) for text in self.expand(one)]
             if appends and name in self._arrays:
@@ -199,7 +199,7 @@ class Variables:
             self._used.discard(name)
 
     def find(self, name: str) -> str | None:
-        """Return the text of `name`, or None if it is not assigned."""
+        """Return the string value of `name`, or None if it has none."""
         return self._scalars.get(name)
 
     def list_unused(self) -> Iterator[list[str]]:
@@ -278,7 +278,7 @@ def _scan_text(text: str, source: str) -> Word:
 
 
 def _compute(text: str, scalars: Mapping[str, str]) -> str:
-    """Evaluate integer arithmetic. Return text unchanged if it cannot be evaluated."""
+    """Evaluate integer arithmetic. Return the expansion as written if it cannot be evaluated."""
     named = re.sub(r"[A-Za-z_]\w*", lambda match: scalars.get(match[0], match[0]), text)
     try:
         return str(compute(ast.parse(named.strip().replace("/", "//"), mode="eval").body))

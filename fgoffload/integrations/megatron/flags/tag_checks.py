@@ -1,4 +1,4 @@
-"""Rejects tags that have nothing to offload under Megatron's flags, before Megatron starts.
+"""Rejects tags with no tensors to offload under Megatron's flags, before Megatron starts.
 
 `apply` itself reports tags without a site only after the first step, because a process may train several models.
 """
@@ -17,7 +17,7 @@ from fgoffload.tags import RECOMPUTE_MODULES
 _EXPERT_TAGS = ("router", "expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp", "moe_combine", "shared_expert")
 _STASHED_TAGS = ("expert_fc1", "moe_act", "expert_fc2", "fused_group_mlp")
 _DENSE_TAGS = ("mlp_fc1", "mlp_act", "mlp_fc2")
-_RECOMPUTE_MODULES = (*RECOMPUTE_MODULES, "gdn_norm_out", "gdp_in_proj", "mhc")  # in any version of Megatron-Core
+_RECOMPUTE_MODULES = (*RECOMPUTE_MODULES, "gdn_norm_out", "gdp_in_proj", "mhc")  # of all Megatron-Core versions
 _OTHER_LAYERS = (
     "hybrid_layer_pattern",
     "hybrid_override_pattern",
@@ -25,7 +25,7 @@ _OTHER_LAYERS = (
     "is_hybrid_model",
     "use_checkpoint_args",
 )
-"""Fields that are set if other flags or files define the layers."""
+"""Fields that are set if the layers are defined elsewhere, in other flags or files."""
 
 
 def check_replaced(words: Sequence[str]) -> None:
@@ -48,9 +48,9 @@ def check_replaced(words: Sequence[str]) -> None:
 
 
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
-    """Reject tags that save nothing to offload. The ConfigError names the tag, the flag and the fix.
+    """Raise a ConfigError for tags with no tensors to offload. The message names the tag, the flag and the fix.
 
-    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
+    `values` maps fields of Megatron's `TransformerConfig` to the values from flags. Absent fields have their defaults.
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)
@@ -68,7 +68,7 @@ def check_selective(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
 
 
 def check_paged_stash(tags: Iterable[str], values: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for tags of routed experts whose saved tensors Megatron's paged stash already moves."""
+    """Raise a ConfigError for routed-expert tags whose saved tensors Megatron's paged stash already moves."""
     for name in tags:
         if values.get("moe_paged_stash") and name in _STASHED_TAGS:
             raise ConfigError(

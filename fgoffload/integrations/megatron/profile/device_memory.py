@@ -1,4 +1,4 @@
-"""Reads device memory from the allocator, or counts parameters on devices without an allocator."""
+"""Reads memory use from the allocator's counters, or counts parameter bytes on devices without counters."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -29,7 +29,7 @@ class DeviceMemory:
         return int(torch.cuda.memory_allocated(self._device))
 
     def count_peak(self) -> int:
-        """Return the peak bytes since the last `read`."""
+        """Return the peak bytes since the last call of `read`."""
         return int(torch.cuda.max_memory_allocated(self._device))
 
     def read(self) -> MemoryReading:
@@ -41,7 +41,7 @@ class DeviceMemory:
         return reading
 
     def take_peak(self) -> int:
-        """Return the maximum peak of all readings since the last call."""
+        """Return the highest peak since the last call of this method."""
         peak_bytes, self._peak_bytes = max(self._peak_bytes, self.read().peak_bytes), 0
         return peak_bytes
 
@@ -52,7 +52,7 @@ def find_device_memory(device_type: str) -> DeviceMemory | None:
 
 
 def check_static(static_bytes: int, *, budget_bytes: int) -> None:
-    """Check, before the first step, that the budget exceeds the static memory of every rank. All ranks must call this.
+    """Check, before the first step, that the budget exceeds the static memory of every rank. Call this on all ranks.
 
     `static_bytes` are this process's allocated bytes, such as weights and gradients. All ranks raise PlanError if any rank's
     bytes reach the budget.

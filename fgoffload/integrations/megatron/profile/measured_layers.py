@@ -1,4 +1,4 @@
-"""Builds the planner's layer models from recorded runs."""
+"""Builds the planner's layer models from the runs that a measured step recorded."""
 
 import dataclasses
 import statistics
@@ -29,7 +29,7 @@ class _Storages:
         self._shared = {key for key, found in numbers.items() if len(layers) > 1 and layers <= found}
 
     def is_static(self, key: int) -> bool:
-        """Return whether several microbatches saved the storage, for example a table that exists in every step."""
+        """Return whether several microbatches saved the storage, as with a table that exists throughout training."""
         return len(self._microbatches[key]) > 1
 
     def is_in_all_layers(self, key: int) -> bool:
@@ -37,7 +37,7 @@ class _Storages:
         return key in self._shared
 
     def is_owned(self, key: int, run: Run) -> bool:
-        """Return whether `run` counts the storage: the first run in the microbatch does, or every run if all layers save it."""
+        """Return whether `run` counts the storage: it saved the storage first in its microbatch, or all layers save it."""
         return self.is_in_all_layers(key) or self._owners[key, run.microbatch] is run
 
 
@@ -66,8 +66,8 @@ def build_chunk(recorder: StepRecorder, chunk: int, facts: Sequence[LayerFacts])
 def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Collection[int]) -> NumberedLayer:
     """Return `layer`, which was offloaded while it was timed, with values from other layers of its kind.
 
-    Its times include copies, which a plan counts separately, so it gets the mean times of layers that stayed on the GPU, if
-    any. Its temporary bytes are unknown, because the counters include offloaded bytes, so it gets the maximum of its kind.
+    Copies affect its times, but a plan counts copies separately, so it gets the mean times of layers that were not offloaded,
+    if any. Its temporary bytes are unknown, because the counters include bytes in flight, so it gets the maximum of its kind.
     """
     alike = [other for other in layers if _is_same_kind(other.model, layer.model)]
     stayed = [other for other in alike if other.number not in offloaded] or [layer]
@@ -85,7 +85,7 @@ def _borrow(layer: NumberedLayer, layers: Sequence[NumberedLayer], offloaded: Co
 
 
 def _is_same_kind(first: LayerModel, other: LayerModel) -> bool:
-    """Return whether two layers have the same segments and tags, and save about as many bytes. Times are ignored."""
+    """Return whether two layers have the same segments and tags, and save about the same number of bytes. Times are ignored."""
     names = [[(segment.name, segment.host_wait) for segment in layer.segments] for layer in (first, other)]
     tags = [[tensor.tags for tensor in layer.tensors] for layer in (first, other)]
     least_bytes, most_bytes = sorted((first.saved_bytes, other.saved_bytes))
@@ -122,7 +122,7 @@ def _add_extra_bytes(segment: Segment, size_bytes: int) -> Segment:
 def _list_timed(runs: Sequence[Run]) -> Sequence[Run]:
     """Select the runs whose times count. `runs` belong to one layer, or to the code outside layers."""
     first = min((run.microbatch for run in runs), default=0)
-    # The first microbatch is a warm-up and reads the memory counters.
+    # The first microbatch is a warm-up, in which the recorder reads the memory counters.
     timed = [run for run in runs if run.microbatch > first] or runs
     timed = [run for run in timed if not run.is_offloaded] or timed
     # Later microbatches may be launch-bound.
@@ -155,7 +155,7 @@ def _build_segments(
 
 
 class _LayerBuilder:
-    """Builds the model of one layer from its microbatches."""
+    """Builds the model of one layer from its recorded microbatches."""
 
     def __init__(self, recorder: StepRecorder, storages: _Storages, runs: Sequence[Run], facts: LayerFacts) -> None:
         self._recorder = recorder
@@ -168,8 +168,8 @@ class _LayerBuilder:
 
     def build(self) -> LayerModel:
         kind = f"{self._facts.kind} (layer {self._facts.number})"
-        # Which storages are packed for offload depends on the plan. So every segment reserves memory to pack all of them in
-        # forward and to unpack them in backward.
+        # Which storages are packed for offload depends on the plan. So we add, to every segment, the memory for packing all of
+        # them in forward and for unpacking them in backward.
         packed_bytes = sum(record.count_gathered_bytes() for record in self._run.saved.values() if record.tags)
         segments = tuple(
             _add_extra_bytes(segment, packed_bytes)
@@ -189,7 +189,7 @@ class _LayerBuilder:
         return dataclasses.replace(segment, backward_extra_bytes=segment.backward_extra_bytes + size_bytes)
 
     def _name_tensors(self, run: Run) -> dict[int, str]:
-        """Return the names of saved tensors by storage key: the first segment that saves the tensor, and a number within it."""
+        """Return names of saved tensors, keyed by storage key: the first segment that saves the tensor, and a number."""
         counts: dict[str, int] = {}
         names = {}
         for key, record in run.saved.items():

@@ -1,4 +1,4 @@
-"""Builds the planner's models of a layer's recompute units from recorded runs."""
+"""Builds the planner's models of recompute units, the parts of a layer that a plan can recompute, from recorded runs."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,7 +9,7 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.planner.ranks.layer_model import SavedTensor, Segment, UnitModel
 
 _PARTIAL_UNITS = (("qkv_linear", "core_attn"), ("mlp_fc1", "mlp_fc2"), ("expert_fc1", "expert_fc2"))
-"""Units of `partial_recompute.py`, each with the tag before which its recompute ends."""
+"""Units of `partial_recompute.py`, each with the tag of the submodule that follows the recomputed part."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,12 +20,12 @@ class UnitBuilder:
     run: Run
     """Recorded forward and backward of the layer for one microbatch."""
     names: Mapping[int, str]
-    """Names of the layer's saved tensors, by storage key."""
+    """Names of the layer's saved tensors, keyed by storage key."""
     is_in_all_layers: Callable[[int], bool]
-    """Returns whether all layers save the storage with this key."""
+    """Returns whether all layers save the storage with a given key."""
 
     def build(self, segments: Sequence[Segment]) -> tuple[UnitModel, ...]:
-        """Return the units that reduce the layer's saved bytes. `segments` are the layer's segments."""
+        """Return models of the units that reduce the layer's saved bytes. `segments` are the layer's segments."""
         units = [self._build_watched(unit, segments) for unit in self.facts.watched]
         if "layer" in self.facts.units:
             units.insert(0, self._build_whole(segments))
@@ -58,7 +58,7 @@ class UnitBuilder:
             record.outputs if unit.is_refilled else frozenset()
         )
         output_bytes = sum(saved.size_bytes for key, saved in self.run.saved.items() if key in record.outputs)
-        # Megatron's checkpoint copies the recomputed output into place, which moves about as many bytes as the norm itself.
+        # Megatron's checkpoint copies the recomputed output into place. The copy moves about as many bytes as the norm.
         copy_s = sum(segment.forward_s for segment in segments if segment.name in inside) if unit.is_refilled else 0.0
         # A view keeps its whole storage alive. Megatron's value, for example, is a view of a tensor with query, key and value.
         input_bytes = sum(size_bytes for key, size_bytes in record.input_bytes.items() if key not in self.run.saved)
@@ -102,7 +102,7 @@ class UnitBuilder:
     def _build_permutation(self, segments: Sequence[Segment]) -> UnitModel | None:
         names = [segment.name for segment in segments]
         tokens, permuted = (self.run.input_keys.get(tag, -1) for tag in ("router", "expert_fc1"))
-        # The recompute starts from the tensor that the router saves. An fp32 router saves an fp32 copy instead.
+        # The recompute starts from the router's input, which the router saves. An fp32 router saves an fp32 copy instead.
         if tokens not in self.names or permuted not in self.names or not {"router", "expert_fc1"} <= set(names):
             return None
         token_bytes, permuted_bytes = (self.run.saved[key].size_bytes for key in (tokens, permuted))
@@ -136,7 +136,7 @@ class UnitBuilder:
         )
 
     def _is_passed_on(self, key: int, saved: SavedRecord, until: str) -> bool:
-        """Return whether the storage is an input to the module `until`, or a contiguous copy of an input."""
+        """Return whether the storage is an input of the module tagged `until`, or a contiguous copy of an input."""
         if next(iter(saved.tags), None) != until:
             return False
         record = self.run.modules.get(until)

@@ -1,9 +1,9 @@
-"""Finds the modules of a layer that a plan can recompute bitwise identically, from the autograd graph of one run.
+"""Finds the modules that a plan can recompute with bitwise identical results, from the autograd graph of one run.
 
 [Note: Bitwise identical units]
 A checkpoint first sums the gradients of its input, and then passes on the sum. If other modules use that input too, a step
 without recompute may add their gradients in between, and floating-point sums depend on the order. So a plan may recompute a
-unit only if its graph reaches its input once, or if no other module uses the input. `reruns.py` uses the graph of the original
+unit only if its graph reaches its input once, or if no other module uses that input. `reruns.py` uses the graph of the original
 forward, so its results are always bitwise identical. With FP8, units use Megatron's checkpoints instead of `reruns.py`.
 """
 
@@ -32,10 +32,10 @@ class WatchedUnit:
     name: str
     module: torch.nn.Module
     is_refilled: bool
-    """Whether its output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. Otherwise only its
-    saved tensors are dropped, and its input is kept, as in `tensor_parallel.checkpoint`."""
+    """Whether the module's output is dropped and recomputed too, as in `CheckpointWithoutOutput` and `reruns.py`. Otherwise,
+    only its saved tensors are dropped, and its input is kept, as in `tensor_parallel.checkpoint`."""
     sums_shared_input: bool
-    """Whether other modules use its input and recompute sums the gradients separately. See [Note: Bitwise identical units]."""
+    """Whether other modules use its input, and recompute sums the gradients separately. See [Note: Bitwise identical units]."""
 
 
 LAYER_INPUT = "layer input"
@@ -54,7 +54,7 @@ class LayerFacts:
     watched: tuple[WatchedUnit, ...]
     """Units that consist of one module, with their modules."""
     wait: HostWait | None
-    """How the host synchronizes before it launches the experts."""
+    """How the host synchronizes before it launches the experts, or None if it does not."""
     is_quantized: bool = False
     """Whether the linears use FP8. If so, units use Megatron's checkpoints instead of `reruns.py`."""
     has_sequential_experts: bool = False
@@ -65,7 +65,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
     """Return the `units` of a Megatron layer that consist of one module, except up-projections of latent attention."""
     identity = load_module("megatron.core.transformer.identity_op").IdentityOp
     mlp = layer.mlp
-    # Without a norm before it, the MLP shares its input with the residual.
+    # Without a norm before it, the MLP shares its input with the residual connection.
     takes_residual = isinstance(layer.pre_mlp_layernorm, identity)
     found = {
         "attn_norm": (layer.input_layernorm, True, True),
@@ -83,7 +83,7 @@ def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
 
 
 def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[Any]:
-    """Add hooks that record the `watched` units. Return the handles. `get_recorder` must return None outside measured steps."""
+    """Add hooks that record `watched` units, and return the handles. `get_recorder` must return None outside measured steps."""
     handles = []
     for unit in watched:
         begin, end = (functools.partial(hook, get_recorder, unit.name) for hook in (_begin_unit, _end_unit))
@@ -93,7 +93,7 @@ def watch_units(get_recorder: GetRecorder, watched: list[WatchedUnit]) -> list[A
 
 
 def keeps_bits(unit: WatchedUnit, record: ModuleRecord) -> bool:
-    """Return whether recompute of `unit` is bitwise identical. See [Note: Bitwise identical units]."""
+    """Return whether recompute of `unit` gives bitwise identical results. See [Note: Bitwise identical units]."""
     return not unit.sums_shared_input or record.input_edges == 1
 
 
@@ -105,7 +105,7 @@ def _find_run(get_recorder: GetRecorder) -> Run | None:
 def _begin_unit(get_recorder: GetRecorder, unit: str, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
     run = _find_run(get_recorder)
     if run is not None:
-        # Megatron's sites enclose the module. Our sites are inside it.
+        # Megatron's sites enclose the module, so their segment is already running. Our sites are inside the module.
         around = run.current
         tensors = list(list_tensors((args, kwargs)))
         run.modules[unit] = ModuleRecord(

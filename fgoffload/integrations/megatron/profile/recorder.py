@@ -5,10 +5,10 @@ two regions. In backward, each unpacked tensor identifies the current segment. T
 segments, so the host never waits, and results are bitwise identical.
 
 The hooks slow the CPU down. After a synchronization in forward, as in token dispatchers, the step would be launch-bound. So in
-the first microbatches, the recorder stalls the device before each segment of forward, and the CPU gets ahead.
+the first microbatches, the recorder stalls the device before each segment of forward, so that the CPU gets ahead.
 
-A measured layer that does not fit in the budget is offloaded. The clock of its segments stops while the engine submits a group
-or returns a tensor, because compute may then wait for copies, which a plan counts separately.
+A measured layer that does not fit in the budget is offloaded. Timing of its segments pauses while the engine submits a group or
+returns a tensor, because compute may then wait for copies, which a plan counts separately.
 """
 
 import contextlib
@@ -30,17 +30,17 @@ from fgoffload.integrations.megatron.profile.step_records import Run, SavedRecor
 from fgoffload.plan import Site
 
 _STALL_S = 2e-3
-"""Seconds to stall the device before each segment of forward. Even eager experts take less time to launch."""
+"""Seconds to stall the device before each segment of forward. Even experts in eager mode launch in less time."""
 
 STALLED_MICROBATCHES = 3
-"""Number of stalled microbatches per chunk. Only their times count. The first is a warm-up, and counts only if it is alone."""
+"""Number of stalled microbatches per chunk. Only their times count; the first, a warm-up, counts only if it is alone."""
 
 FIRST, LAST = "first", "last"
 """Names of the segments before and after the layers of a model chunk."""
 
 
 class RecordedHandle(KeptHandle):
-    """Inner handle and segment of a tensor saved in a measured step. Without `saving`, the tensor stays on the GPU."""
+    """Wraps the handle of a tensor saved in a measured step. If `saving` is None, the tensor stays on the GPU."""
 
     __slots__ = ("handle", "saving", "segment")
 
@@ -82,7 +82,7 @@ class RecordedRegion(Region):
         self._recorder.leave(self._run)
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Record the input of the site. No start mark is needed, because unpacked tensors show where backward is."""
+        """Record the input of the site. Unpacked tensors show where backward is, so no mark on the input is needed."""
         if has_bytes(tensor):
             self._run.input_keys[self._tag] = self._run.name_storage(tensor)
         if self._inner is not None:
@@ -124,21 +124,21 @@ class StepRecorder:
         self.live_bytes = 0
         """Saved bytes that backward has not reached yet."""
         self.largest_layer_bytes = 0
-        """Maximum saved bytes of one layer."""
+        """Maximum saved bytes of any layer."""
         self._start_bytes = 0 if memory is None else memory.read().allocated_bytes
         self._stack: list[SegmentRecord] = []
         self.current_layer: Run | None = None
-        """Run of the layer that forward is in."""
+        """Run of the layer whose forward is running."""
         self._model: Run | None = None
         self._forwards: dict[int, int] = {}
-        """Number of forwards, by chunk."""
+        """Number of forwards so far, keyed by chunk."""
         self._open: tuple[SegmentRecord, bool] | None = None
         """The running segment, and whether it is in backward."""
         self._opened_at: Event = None
         self._is_stalled = False
         """Whether to stall the device before each segment of this forward."""
         self.stalls: list[Span] = []
-        """Start and end of each stall."""
+        """Events at the start and end of each stall."""
         self._live_at_start = 0
         self._graph_task = -1
         self._known: set[int] = set()
@@ -189,7 +189,7 @@ class StepRecorder:
         self._switch(segment, is_backward=False)
 
     def leave(self, run: Run) -> None:
-        """End the innermost region's segment, and resume the outer region's segment or begin the next one."""
+        """End the innermost region's segment, and resume the outer region's segment or begin the following one."""
         left = self._stack.pop()
         segment = run.current = self._stack[-1] if self._stack else run.get_segment(f"after {left.name}")
         self._switch(segment, is_backward=False)
@@ -222,14 +222,14 @@ class StepRecorder:
         return RecordedHandle(keep_tensor(tensor, place), None, segment)
 
     def take(self, handle: Packed) -> torch.Tensor:
-        """Return a saved tensor. If its segment is not the current one, backward has reached it."""
+        """Return a saved tensor. If its segment is not the current one, backward has entered its segment."""
         if not isinstance(handle, RecordedHandle):
             return handle.take()
         if is_in_backward():
             task = get_graph_task()
             if task != self._graph_task:
                 self._graph_task = task
-                # Runs after this backward, on the thread that called it.
+                # `_end_backward` runs after this backward, on the thread that started it.
                 queue_after_backward(self._end_backward)
             if self._open != (handle.segment, True):
                 self._switch(handle.segment, is_backward=True)
@@ -243,7 +243,7 @@ class StepRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Exclude the time of the body from the running segment."""
+        """Exclude the time of the `with` body from the running segment."""
         if self._open is not None:
             self._close(*self._open, self._mark(), 0)
         try:
@@ -266,7 +266,7 @@ class StepRecorder:
 
     def _add_run(self, chunk: int, *, number: int) -> Run:
         microbatch = max(0, self._forwards.get(chunk, 0) - 1)
-        # Reading the counters is slow, so only the first microbatch reads them. Its times count only if there are no others.
+        # Reading the counters is slow, so they are read only in the first microbatch, whose times count only if it is alone.
         is_sampled = self._memory is not None and microbatch == 0
         run = Run(chunk=chunk, microbatch=microbatch, number=number, is_sampled=is_sampled)
         self._is_stalled = microbatch < STALLED_MICROBATCHES
@@ -278,7 +278,7 @@ class StepRecorder:
         self._switch(None, is_backward=True)
 
     def _switch(self, segment: SegmentRecord | None, *, is_backward: bool) -> None:
-        """End the running segment, and begin `segment` if any."""
+        """End the running segment, and begin `segment`, if any."""
         now = self._mark()
         was_sampled = self._open is not None and self._open[0].is_sampled
         peak_bytes = 0

@@ -1,6 +1,6 @@
-"""Measures a training step of one rank in Megatron-Core's schedules.
+"""Measures one rank's training step in Megatron-Core's schedules.
 
-A recorded step recomputes nothing, and offloads only layers that exceed `auto`'s budget. Its results are bitwise identical.
+A recorded step recomputes nothing, and offloads only layers that exceed `auto`'s budget. Recording does not change results.
 """
 
 import contextlib
@@ -39,11 +39,11 @@ class MeasurementState(enum.Enum):
     IDLE = enum.auto()  # no step is recorded
     REQUESTED = enum.auto()  # the next step will be recorded
     RECORDING = enum.auto()  # the schedule of the recorded step is running
-    RECORDED = enum.auto()  # the schedule has ended, and `take_profile` may be called
+    RECORDED = enum.auto()  # the schedule has ended, and `take_profile` can be called
 
 
 class StepMeasurement:
-    """Measures steps on request, and applies plans to other steps with `use_plan`.
+    """Measures steps on request, and applies plans to later steps by calling `use_plan`.
 
     Storages with fewer saved elements than `min_offloaded_numel` stay on the GPU under any plan. `observers` count the saves
     and unpacks of a recorded step.
@@ -60,14 +60,14 @@ class StepMeasurement:
         self._use_plan = use_plan
         self._layers: dict[tuple[int, int], tuple[weakref.ref[Any], LayerInputs]] = {}
         self._switches = Patches()
-        """Patches that recompute the units of the plan in use."""
+        """Patches for recomputing the units of the plan in use."""
         self._observers = observers
         self._device = device
         self._min_offloaded_numel = min_offloaded_numel
         self._memory = find_device_memory(device.type)
         self.state = MeasurementState.IDLE
         self.call: ScheduleCall | None = None
-        """The call of the schedule that runs the recorded step."""
+        """Schedule call that runs the recorded step."""
         self._recorder: StepRecorder | None = None
         """Recorder of the step. `take_profile` drops it."""
         self._facts: dict[tuple[int, int], LayerFacts] = {}
@@ -87,7 +87,7 @@ class StepMeasurement:
         self.stop_watching()
 
     def stop_watching(self) -> None:
-        """Stop measuring, and remove the hooks of layers, which would slow down later steps."""
+        """Stop measuring, and remove the layers' hooks, which would slow down later steps."""
         while self._hooks:
             self._hooks.pop().remove()
         self.forget()
@@ -98,7 +98,7 @@ class StepMeasurement:
         self.state = MeasurementState.IDLE
 
     def apply(self, plan: OffloadPlan) -> None:
-        """Offload and recompute according to `plan` from the next forward on. Call it between forwards."""
+        """Offload and recompute according to `plan` from the next forward on. Call this between forwards."""
         self._switches.remove()
         self._use_plan(plan)
         for (chunk, number), (reference, inputs) in self._layers.items():
@@ -148,18 +148,18 @@ class StepMeasurement:
             self.state = MeasurementState.RECORDED
 
     def watch_model(self, model: torch.nn.Module, chunk: int) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for the forward of a model chunk."""
+        """Return a context manager that records the forward of a model chunk if a step is being recorded."""
         self._models.add(model)
         if self._recorder is None or not self.is_recording:
             return contextlib.nullcontext()
         return self._recorder.model(chunk)
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager for the forward of a layer with the input `hidden`, while a step is recorded."""
+        """Return a context manager that records a layer's forward with the input `hidden` if a step is being recorded."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.layer(chunk, number, hidden)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region that records a site of the current layer, or None if no step is recorded."""
+        """Return a region that records a site of the current layer, or None if no step is being recorded."""
         return None if self._recorder is None else self._recorder.find_region(site, lane)
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
@@ -178,7 +178,7 @@ class StepMeasurement:
         """
         recorder = self._recorder
         if self.state is not MeasurementState.RECORDED or recorder is None or self.call is None:
-            raise StateError("No step was recorded. Call `request`, then run a step in Megatron's schedules.")
+            raise StateError("No step was recorded. Call `request`, then run a step with a Megatron schedule.")
         now = self._mark()
         self._device.synchronize(now)
         profile = RankProfile(

@@ -1,1 +1,1 @@
-"""Recomputes parts of a Megatron layer in backward, as planned."""
+"""Recomputes parts of a Megatron layer in backward, as a plan specifies."""

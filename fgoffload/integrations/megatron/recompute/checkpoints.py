@@ -1,19 +1,19 @@
-"""Offloads the inputs of Megatron's `CheckpointWithoutOutput`, and replaces its recompute under a plan.
+"""Offloads the inputs of Megatron's `CheckpointWithoutOutput` and, under a plan, replaces its recompute.
 
 `CheckpointWithoutOutput` recomputes a norm, an activation or an up-projection. It empties the storages of its outputs and
-refills them in backward. For a plan, `reruns.py` recomputes instead, and results are bitwise identical to training without
-recompute. We do not replace it for Megatron's own recompute flags, or with FP8, where the checkpoint also restores the scaling.
+refills them in backward. Under a plan, `reruns.py` recomputes instead, and results are bitwise identical to training without
+recompute. With Megatron's own recompute flags, or with FP8, whose scaling must also be restored, Megatron still recomputes.
 
 [Note: Inputs of CheckpointWithoutOutput]
-The checkpoint saves detached aliases of its inputs, which are leaves. For a saved leaf, torch keeps the node that accumulates
-its gradient, even under saved-tensor hooks. The node references the leaf and its storage, so an offloaded input would stay on
-the GPU until backward reached it. For a tensor that is not a leaf, torch keeps the node that computed it, which the graph
-references anyway. So we save the inputs without detaching them. Results are identical, because Megatron detaches the inputs
-before the recompute. In-place changes are detected, because detached aliases share the version counter.
+The checkpoint saves detached aliases of its inputs, and these are leaves. For a saved leaf, torch keeps the node that
+accumulates its gradient, even under saved-tensor hooks. The node references the leaf and its storage, so an offloaded input
+would stay on the GPU until backward reached it. For a tensor that is not a leaf, torch keeps the node that computed it, which
+the graph references anyway. So we save the inputs without detaching them. Results are identical, because Megatron detaches the
+inputs before the recompute. In-place changes are still detected, because detached aliases share the version counter.
 
-Source: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
-`CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Megatron's development branch (0.20) also saves the inputs
-without detaching them since 2026-08-18 (https://github.com/NVIDIA/Megatron-LM/pull/6553).
+Sources: `SavedVariable::grad_accumulator_` in torch/csrc/autograd/saved_variable.h of torch 2.13;
+`CheckpointWithoutOutputFunction` of megatron-core 0.16.1 to 0.19. Since 2026-08-18, Megatron's development branch (0.20) also
+saves the inputs without detaching them (https://github.com/NVIDIA/Megatron-LM/pull/6553).
 """
 
 import functools
@@ -41,7 +41,7 @@ def wrap_checkpoints(patches: Patches, get_offload: GetOffload) -> None:
 
 
 _RERUN = "_fgoffload_rerun"
-"""Attribute of a checkpoint for its `Rerun`."""
+"""Name of the attribute that holds a checkpoint's `Rerun`."""
 
 
 def _checkpoint(
@@ -63,7 +63,7 @@ def _checkpoint(
         inputs = args if getattr(checkpoint, "retain_input_tensors", False) else ()
         kept = {get_key(one) for one in inputs if isinstance(one, torch.Tensor)}
         emptied = [one for one in as_tuple(outputs) if isinstance(one, torch.Tensor) and get_key(one) not in kept]
-    # Called before anything saves the outputs, because their storages are emptied after their last use in forward.
+    # Call this before anything saves the outputs, because their storages are emptied after their last use in forward.
     offload.keep_recomputed(emptied)
     return outputs
 

@@ -4,8 +4,8 @@
     backward    recompute of the function  ->  bitwise identical output  ->  placeholder  ->  backward of the next op
 
 [Note: Outputs that are still referenced]
-Hooks get only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
-or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into that storage. Engine
+Hooks see only tensors that autograd saves inside their context. Other references, such as a user's hook that logs activations
+or the checkpoint of a whole MLP, keep the output alive. Then `reruns.py` copies the recomputed output into its storage. Engine
 regions that begin inside the hooks do nothing, so the hooks surround only individual linears, a router's matmul, and attention.
 """
 
@@ -40,14 +40,14 @@ class Placeholder:
             self._run()
             self._run = None
         if self.tensor is None:
-            raise InternalError("A recompute did not produce a tensor that backward needs. Please report it.")
+            raise InternalError("A recompute did not produce a tensor that backward needs. Please report this.")
         return self.tensor
 
 
 class Output:
-    """Output of a recomputed function, without its graph.
+    """Output of a recomputed function, without its autograd graph.
 
-    `run` recomputes the function. With `is_emptied`, the storage is emptied after its last use in forward. Otherwise this
+    `run` recomputes the function. If `is_emptied`, the storage is emptied after its last use in forward. Otherwise this
     object does not reference the storage.
     """
 
@@ -58,16 +58,16 @@ class Output:
         self._version, self._dtype = get_version(tensor), tensor.dtype
         self._nbytes = tensor.untyped_storage().nbytes()
         self._tensor: torch.Tensor | None = tensor.detach() if is_emptied else None
-        """Detached output while forward uses it. It shares the output's version counter, so in-place changes are detected."""
+        """Detached output, while forward uses it. It shares the output's version counter, so in-place changes are detected."""
         self._is_used = True
         """Whether forward still uses the output."""
         self._emptied: StorageRef | None = None
         self._placeholders: list[tuple[weakref.ref[Placeholder], torch.Size, tuple[int, ...], int]] = []
-        """Placeholders for views of the storage, with size, stride and offset."""
+        """Placeholders for views of the storage, each with the view's size, stride and offset."""
 
     def pack(self, tensor: torch.Tensor) -> Placeholder | None:
-        """Return a placeholder for `tensor`, a view of the storage, or None if the tensor must be saved."""
-        # A recompute would not repeat an in-place change, for example by a user's hook, so a changed output is saved.
+        """Return a placeholder for `tensor`, a view of the storage, or None if the tensor itself must be saved."""
+        # A recompute would not repeat an in-place change, for example by a user's hook, so a changed output is saved itself.
         is_same = get_version(tensor) == self._version and tensor.dtype == self._dtype and has_bytes(tensor)
         run = self._run() if is_same and self._is_used else None
         if run is None:
@@ -84,7 +84,7 @@ class Output:
             tensor.untyped_storage().resize_(0)
 
     def check(self, again: torch.Tensor, place: Place) -> None:
-        """Check that the recomputed output `again` has the same size and type."""
+        """Check that the recomputed output `again` has the size and dtype of the original output."""
         nbytes = again.untyped_storage().nbytes()
         if nbytes != self._nbytes or again.dtype != self._dtype:
             raise make_difference_error(
@@ -106,9 +106,9 @@ class Output:
 
 
 class DetachedOutputs:
-    """Context manager in which autograd saves placeholders for recomputed outputs. Enclosing hooks get all other saves.
+    """Context manager in which autograd saves placeholders for recomputed outputs. Enclosing hooks handle all other saves.
 
-    `outputs` has the recomputed outputs by storage key. If no hooks enclose this context, error messages contain `place`.
+    `outputs` maps storage keys to recomputed outputs. If no hooks enclose this context, error messages name `place`.
     """
 
     __slots__ = ("_outputs", "_pack", "_place", "_unpack")
@@ -129,7 +129,7 @@ class DetachedOutputs:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Return the object that the graph saves instead of `tensor`."""
-        # Most saves are weights and empty biases of experts, and the device waits for the host meanwhile. So we do not look up
+        # Most saves are weights and empty biases of experts. The device waits while the host handles them, so we do not look up
         # their storages.
         pack = self._pack
         if type(tensor) is torch.Tensor and tensor.numel() and tensor.layout is torch.strided:
@@ -143,7 +143,7 @@ class DetachedOutputs:
         return keep_tensor(tensor, self._place) if pack is None else pack(tensor)
 
     def unpack(self, packed: Any) -> torch.Tensor:
-        """Return the saved or recomputed tensor of `packed`."""
+        """Return the saved or recomputed tensor for `packed`."""
         return take(packed) if self._unpack is None or isinstance(packed, Placeholder) else self._unpack(packed)
 
 
@@ -179,5 +179,5 @@ def take(packed: Packed | Placeholder) -> torch.Tensor:
 def make_difference_error(place: Place, again: str, before: str) -> StateError:
     """Return the error for a recompute that differs from its forward."""
     return StateError(
-        f"{place} {again}, but forward {before}. It must repeat its forward exactly. Set its unit to 'keep' in the plan."
+        f"{place} {again}, but forward {before}. A recompute must repeat forward exactly. Set its unit to 'keep' in the plan."
     )

@@ -1,7 +1,7 @@
-"""Adds sites for `layer_input`: the inputs saved by checkpoints of whole layers, from Megatron's flags or from a plan.
+"""Adds sites for `layer_input`, the inputs that checkpoints of whole layers save under Megatron's flags or a plan.
 
 Megatron's schedule references the input of a pipeline stage's first layer until backward, so offloading it frees nothing. The
-engine counts it as still referenced elsewhere, and keeps it on the GPU from the next step on.
+engine counts this input as still referenced elsewhere, and keeps it on the GPU from the next step on.
 """
 
 import contextlib
@@ -74,5 +74,5 @@ class LayerInputs:
             with DetachedOutputs(outputs, _PLACE) if outputs else contextlib.nullcontext():
                 return original(*args, **kwargs)
         offload.enter_layer(offload.layer + 1)
-        # The layer runs without grad mode and saves nothing. After that, the checkpoint saves its arguments.
+        # The checkpoint runs the layer with grad mode off, so the layer saves nothing. Then the checkpoint saves its arguments.
         return run_in_site(offload, TAG, find_tensor(args, kwargs), lambda: original(*args, **kwargs))

@@ -1,8 +1,8 @@
 """Recomputes the planned units of each layer in backward.
 
-If a Megatron module has a recompute attribute, we set it in the planned layers, and `checkpoints.py` replaces the module's
-`CheckpointWithoutOutput`. Whole layers use Megatron's checkpoint. With FP8, they use Transformer Engine's, which also restores
-the scaling. `partial_recompute.py` recomputes first linears, and `permutations.py` recomputes token permutations.
+If a Megatron module has an attribute that enables its recompute, we set it in the planned layers, and `checkpoints.py` replaces
+the module's `CheckpointWithoutOutput`. Whole layers use Megatron's checkpoint or, with FP8, Transformer Engine's, which also
+restores the scaling. `partial_recompute.py` recomputes a module's first linear, and `permutations.py` token permutations.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def switch_on(patches: Patches, inputs: LayerInputs, layer: Any, unit: str) -> N
 def wrap_consumers(patches: Patches, get_offload: GetOffload, layer: Any, units: Iterable[str]) -> None:
     """Wrap the methods that save outputs of `CheckpointWithoutOutput`, so that they save placeholders instead.
 
-    Call this before you add any other wrapper to the layer, so that the hooks are inside the regions.
+    Call this before you add any other wrapper to the layer, so that the hooks run inside the engine's regions.
     """
     for unit in units:
         for module, name in _list_consumers(layer, unit):
@@ -80,7 +80,7 @@ def wrap_consumers(patches: Patches, get_offload: GetOffload, layer: Any, units:
 
 
 def _list_consumers(layer: Any, unit: str) -> Iterator[tuple[Any, str]]:
-    """Yield the module and name of each method that saves the output of `unit` and opens no region inside."""
+    """Yield the module and name of each method that saves the output of `unit` and opens no region itself."""
     attention, mlp = layer.self_attention, layer.mlp
     if unit == "attn_norm":
         yield from ((getattr(attention, name, None), "forward") for name in _ATTENTION_INPUTS)
@@ -118,7 +118,7 @@ def _find_switches(layer: Any) -> dict[str, _Switch]:
             switches[unit] = _Switch(target, attribute, prepare_fp8)
 
     if not isinstance(layer.input_layernorm, identity):
-        # Attention modules that are not Megatron's `Attention` lack the method, which is needed only with FP8.
+        # Attention modules that are not Megatron's `Attention` lack this method, which is needed only with FP8.
         prepare_attention = getattr(attention, "set_for_recompute_input_layernorm", None)
         if prepare_attention is not None or not is_quantized(layer.config):
             add("attn_norm", layer, "recompute_input_layernorm", prepare_attention)
@@ -152,7 +152,7 @@ def _save_original(linear: Any) -> None:
 
 
 def _recompute_if_input_has_grad(original: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call the layer's forward. Turn recompute off if the layer's input needs no gradient, for example after frozen layers.
+    """Call the layer's forward, without recompute if the layer's input needs no gradient, for example after frozen layers.
 
     Megatron's checkpoints are reentrant: if their input needs no gradient, the parameters silently get no gradients.
     """

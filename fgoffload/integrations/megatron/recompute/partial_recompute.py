@@ -1,13 +1,13 @@
-"""Recomputes the first part of a module's forward, before the submodule that saves the part's result.
+"""Recomputes the first part of a module's forward, up to the submodule that saves the part's result.
 
     forward     first part, which saves only its input  ->  submodule  ->  rest
     backward    rest  ->  recompute of the first part  ->  submodule  ->  first part
 
 The submodule saves a placeholder for the result of the first part (`detached_outputs.py`). The result is emptied after the
 submodule's forward and recomputed before its backward (`reruns.py`). So only the first part's input is saved, and the submodule
-runs once.
+runs only once.
 
-Any other result of the first part would stay on the GPU, and plans would not count it. So a unit exists only if the module runs
+Any other result of the first part would stay on the GPU, and plans would not count it. So a module has a unit only if it runs
 Megatron's own forward and uses no other result. This excludes attention with an output gate, and experts with biases.
 """
 
@@ -34,21 +34,21 @@ class PartialRecompute:
     """Recomputable first part of one module's forward."""
 
     unit: str
-    """Name in `fgoffload.tags.RECOMPUTE_UNITS`, and tag of the first part's input."""
+    """Name of the unit in `fgoffload.tags.RECOMPUTE_UNITS`, which is also the tag of the first part's input."""
     module: Any
     until: str
-    """Attribute name of the submodule whose call ends the part."""
+    """Name of the module's attribute for the submodule that is called right after the first part."""
     until_tag: str | None = None
     """Tag of the submodule, if Megatron opens its region before the call. Our hooks disable that region, so we open another."""
 
     @property
     def submodule(self) -> Any:
-        """Return the submodule whose call ends the part."""
+        """Return the submodule that is called right after the first part."""
         return getattr(self.module, self.until)
 
 
 def find_partial_recomputes(layer: Any) -> dict[str, PartialRecompute]:
-    """Return the first parts of a Megatron layer that can be recomputed, by unit."""
+    """Return the parts of a Megatron layer's modules that can be recomputed, keyed by unit."""
     if is_quantized(layer.config):
         return {}  # a recompute would quantize a second time, which would change the scaling
     attention, mlp = layer.self_attention, layer.mlp
@@ -80,7 +80,7 @@ def recompute_part(patches: Patches, get_offload: GetOffload, part: PartialRecom
 
 
 Arguments = dict[int | str, Any]
-"""Arguments of a method call, by position from 0 or by name."""
+"""Arguments of a method call, keyed by position (from 0) or by name."""
 
 
 def collect_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -95,7 +95,7 @@ def call_with(method: Callable[..., Any], owner: Any, arguments: Arguments) -> A
 
 
 def _find_results(module_args: Arguments, submodule_args: Arguments) -> dict[int | str, torch.Tensor]:
-    """Return the first part's results: floating-point tensors in `submodule_args` that are neither inputs nor parameters."""
+    """Return the first part's results: floating-point tensors in `submodule_args`, without inputs and parameters."""
     known = {id(one) for one in module_args.values()}
     tensors = {key: one for key, one in submodule_args.items() if isinstance(one, torch.Tensor) and id(one) not in known}
     return {key: one for key, one in tensors.items() if one.is_floating_point() and not isinstance(one, torch.nn.Parameter)}
@@ -110,7 +110,7 @@ class _SubmoduleReached(BaseException):
 
 
 class _PartialForward:
-    """State of a module's forward in its first part. These modules do not nest, so only one forward runs at a time."""
+    """State of a module's forward during its first part. These modules do not nest, so only one forward runs at a time."""
 
     def __init__(self, part: PartialRecompute, get_offload: GetOffload) -> None:
         self._part = part

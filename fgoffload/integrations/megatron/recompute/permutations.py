@@ -3,7 +3,7 @@
     forward     router  ->  permutation, which copies each token for each of its experts  ->  first linear
     backward    recomputed permutation of the router's input  ->  first linear
 
-Without the recompute, the first linear saves its input, which has a copy of each token for each of the token's experts. The
+Without the recompute, the first linear saves its input, a copy of each token for each of the token's experts. The
 recompute needs the routing and the router's input, which the router saves anyway. A permutation only copies data, so results
 are bitwise identical. Unlike in other units, the output is not emptied. The first linear does not save it
 (`detached_outputs.py`), so it is freed when Megatron's `MoELayer` returns.
@@ -32,11 +32,11 @@ from fgoffload.integrations.megatron.recompute.reruns import OpenReruns, Rerun
 UNIT = "dispatch"
 
 _BETWEEN = ("moe_latent_size", "moe_input_jitter_eps", "moe_apply_probs_on_input")
-"""Config fields that add an op between the router and the first linear."""
+"""Config fields that add an op between the router and the experts' first linear."""
 
 
 def can_recompute_permutation(layer: Any) -> bool:
-    """Return whether the token permutation of a Megatron layer can be recomputed alone. See [Note: Supported layers]."""
+    """Return whether the token permutation of a Megatron layer can be recomputed on its own. See [Note: Supported layers]."""
     experts: Any = getattr(layer.mlp, "experts", None)
     dispatcher: Any = getattr(layer.mlp, "token_dispatcher", None)
     grouped = load_module("megatron.core.transformer.moe.experts").TEGroupedMLP
@@ -60,7 +60,7 @@ def recompute_permutation(patches: Patches, layer: Any, get_open_reruns: Callabl
 
 
 class _PermutedForward:
-    """State of a layer's forward from its permutation to its first linear. Only one forward runs at a time."""
+    """State of a layer's forward from the permutation to the experts' first linear. Only one forward runs at a time."""
 
     def __init__(self, name: str, get_open_reruns: Callable[[], OpenReruns]) -> None:
         self._name = name
@@ -97,6 +97,6 @@ def _find_permutation(dispatcher: Any) -> Callable[[torch.Tensor], torch.Tensor]
             fused=True,
         )
         return torch.no_grad()(lambda hidden: permute(hidden.view(-1, hidden.size(-1)))[0])
-    # The mapping holds the source of each row. To recompute it, the host would have to wait for the number of tokens.
+    # The mapping holds the source row of each output row. To recompute it, the host would have to wait for the token counts.
     indices = dispatcher.reversed_local_input_permutation_mapping
     return torch.no_grad()(lambda hidden: hidden.view(-1, hidden.size(-1)).index_select(0, indices))

@@ -1,4 +1,4 @@
-"""Recomputes a function in backward, to refill the saved tensors in the autograd graph of its forward.
+"""Recomputes a function in backward, to restore the saved tensors in the autograd graph of its forward.
 
     forward     the function runs; tensors that it saves are dropped; its outputs are used, and then emptied
     backward    the function is recomputed; dropped tensors and outputs are restored; then the graph of forward runs
@@ -7,7 +7,7 @@
 Megatron's `CheckpointWithoutOutput` builds a second graph in the recompute, and runs a nested backward through it. Here,
 backward runs through the graph of forward, and takes only the saved tensors from the recompute. So gradients are summed in the
 same order as without recompute, and results are bitwise identical for any function. Each saved tensor costs the host three
-calls. As in Megatron's checkpoints, autocast is not restored.
+calls. As in Megatron's checkpoints, the autocast state is not restored.
 
 [Note: Outputs]
 The storage of an output is emptied after its last use in forward. Ops inside the hooks of `detached_outputs.py` save a
@@ -21,7 +21,7 @@ and its detached outputs until they are emptied. It references the placeholders 
 
 [Note: Random states]
 A function that draws random numbers must draw the same ones in its recompute, so the random states of forward are saved and
-restored. That takes as much host time as the rest of a rerun in forward. So we compare the states before and after the first
+restored. Saving them doubles the host time of a rerun in forward. So we compare the states before and after the first
 run of a function. If they are equal, we assume that the function never draws random numbers.
 """
 
@@ -53,20 +53,20 @@ from fgoffload.integrations.megatron.recompute.detached_outputs import (
 _RANDOM = "megatron.core.tensor_parallel.random"
 
 RandomUse = weakref.WeakKeyDictionary[Any, bool]
-"""For each function, whether its first run drew random numbers. See [Note: Random states]."""
+"""Maps each function to whether its first run drew random numbers. See [Note: Random states]."""
 
 
 class Rerun:
-    """A function's run in forward and its recompute in backward. As a context manager, it drops the tensors that are saved.
+    """A function's run in forward and its recompute in backward. As a context manager, it drops the tensors saved inside it.
 
-    The constructor saves the function's inputs as autograd would, so an enclosing region may offload them.
+    The constructor saves the function's inputs as autograd would, so an enclosing region can offload them.
 
     Args:
         function: Function of tensors. The same inputs and random states must give the same results.
         args: Arguments of the function.
         name: Name of the recomputed unit, for errors.
         random_use: Cache of which functions draw random numbers; None if this function draws none.
-        known_outputs: Outputs of other reruns that forward still uses. An input that is one of them is not saved.
+        known_outputs: Outputs of other reruns that forward still uses, keyed by storage key. An input among them is not saved.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Rerun:
         self._outputs: list[Output | None] = []
         """Outputs of the function, in order; None for outputs that the recompute need not restore."""
         self.outputs_in_use: Mapping[int, Output] = {}
-        """Outputs that forward still uses, by storage key."""
+        """Outputs that forward still uses, keyed by storage key."""
 
     def __enter__(self) -> "Rerun":
         push_hooks(self._drop, take)
@@ -175,7 +175,7 @@ class Rerun:
             placeholder = None if dropped is None else dropped[0]()
             if placeholder is not None:
                 placeholder.tensor = tensor
-        # Cleared last, so that another backward may retry after an error. The graph's hooks keep this object alive, but it must
+        # Cleared last, so that another backward can retry after an error. The graph's hooks keep this object alive, but it must
         # not hold the inputs.
         self._function = None
         self._inputs, self._outputs, self._dropped = [], [], []
@@ -219,7 +219,7 @@ class OpenReruns(weakref.WeakSet[Rerun]):
     """Reruns whose outputs forward still uses, such as those of a layer's norm and its attention."""
 
     def find_outputs(self) -> Mapping[int, Output]:
-        """Return the outputs in use, by storage key. The result is empty if saved-tensor hooks must do nothing here."""
+        """Return the outputs in use, keyed by storage key. The result is empty if saved-tensor hooks must do nothing here."""
         return {} if is_inert() else {key: one for rerun in self for key, one in rerun.outputs_in_use.items()}
 
 
@@ -247,7 +247,7 @@ def _random_states(states: tuple[Any, ...] | None) -> Iterator[None]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two random states are equal. States of CUDA graphs have no values to compare, and are never equal."""
+    """Return whether two random states are equal. Those for CUDA graphs have no values to compare, so they are never equal."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, Mapping) and isinstance(other, Mapping):
