@@ -18,7 +18,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import check_bytes, format_bytes, parse_bytes
 
 AUTO = "auto"
-"""Value of `offload_modules` that makes fgoffload measure the first step and plan from it."""
+"""Value of `offload_modules` that makes fgoffload measure the first step and plan from the measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,17 @@ class OffloadConfig:
     """Activation offload options for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
-            With `auto`, fgoffload measures the first step and plans for `offload_memory_budget_bytes`.
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. `offload_plan` overrides them.
+            With `auto`, fgoffload measures the first step and plans the rest to fit `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
-        activation_offload_fraction: Fraction of each chunk's sites to offload, from 0 to 1. The sites that forward reaches
-            last stay on the GPU.
-        delay_offload_until_cuda_graph: Whether to offload each group only after the next CUDA graph is launched, when the CPU
-            is idle.
+        activation_offload_fraction: Fraction of each model chunk's sites to offload, from 0 to 1. A site is one tag in one
+            layer. The sites that forward reaches last stay on the GPU.
+        delay_offload_until_cuda_graph: Whether to offload each site's tensors only after the next CUDA graph is launched,
+            when the CPU is idle.
         delta_offload_bytes_across_pp_ranks: From the second step on, each pipeline rank offloads this many fewer bytes per step
             than the previous rank.
         offload_plan: Plan file with an action for each site: keep, recompute or offload.
-        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Only for `auto`.
+        offload_memory_budget_bytes: Limit on peak allocated GPU memory. Valid only with `auto`.
         offload_host_budget_bytes: Limit on this rank's host memory. By default, the ranks of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         offload_window_bytes: Bytes that may be in flight to the host before compute waits.
@@ -86,7 +86,7 @@ class OffloadConfig:
 
     @property
     def is_auto(self) -> bool:
-        """Return whether to plan from measured steps."""
+        """Return whether fgoffload measures the first step and plans from the measurements."""
         return self.offload_modules == (AUTO,)
 
     @property
@@ -98,7 +98,7 @@ class OffloadConfig:
         """Reject tags of modules that Megatron's selective recompute reruns: these modules save nothing to offload.
 
         Args:
-            recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
+            recompute_modules: Values of `--recompute-modules` with `--recompute-granularity selective`.
 
         Raises:
             ConfigError: A tag's module is recomputed.
@@ -158,7 +158,7 @@ class OffloadConfig:
         """Build the config from parsed Megatron flags. Return None if offload is off.
 
         Args:
-            flags: Parsed flags of `add_fine_grained_offload_args`. Missing flags get their defaults.
+            flags: Parsed flags that `add_fine_grained_offload_args` adds. Missing flags get their defaults.
             tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:

@@ -37,16 +37,16 @@ _CAPTURED_IN_MOE_LAYERS = {
     "moe_router": _BEFORE_EXPERTS,
     "moe_preprocess": ("dispatch",),  # permutes the tokens before the all-to-all
 }
-"""Captured tags and units, keyed by value of `--cuda-graph-modules`."""
+"""Captured tags and units, keyed by the value of `--cuda-graph-modules` that captures them."""
 
 _WHOLE_LAYERS = ("layer", "layer_input")
-"""Unit and tag of full-layer recompute. A replay skips the layer's forward, so the layer cannot be recomputed."""
+"""Unit and tag of whole-layer recompute. A graph replay skips the layer's Python code, so the layer cannot be recomputed."""
 
 
 def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> frozenset[str]:
     """Return the tags and units of a layer that overlap a captured module. See `Graphs` for `impl` and `modules`.
 
-    `is_moe` means that the layer has experts, and `has_shared_overlap` that shared experts overlap the all-to-all.
+    `is_moe` means that the layer has experts. `has_shared_overlap` means that its shared experts run during the all-to-all.
     """
     if impl == NO_GRAPHS:
         return frozenset()
@@ -58,7 +58,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags that cannot be offloaded because of the layer's graphs, each with the reason. See `find_captured`."""
+    """Return the tags that cannot be offloaded because of the layer's graphs, mapped to the reasons. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:
@@ -84,6 +84,6 @@ def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[st
     by_module = _CAPTURED_IN_MOE_LAYERS if is_moe else _CAPTURED_IN_DENSE_LAYERS
     inside = {name for module in modules for name in by_module.get(module, ())}
     if impl == LOCAL and is_moe and not {"moe_router", "moe_preprocess"}.isdisjoint(modules):
-        # If either is listed, Megatron captures both, and also the ops after the all-to-all of the experts' outputs.
+        # If either is listed, Megatron captures both, and also the ops after the all-to-all that returns the experts' outputs.
         inside |= {*_BEFORE_EXPERTS, "dispatch", "moe_combine"}
     return inside

@@ -10,4 +10,4 @@ DEFAULT_WINDOW_BYTES = 1 * GIB
 layers. 1 GiB is about 1% of an 80 GB GPU's memory. Source: link rates in docs/concepts/how_it_works.md."""
 
 DEFAULT_PREFETCH_BYTES = 512 * MIB
-"""Larger than any group of the reference workloads. At 50 GB/s, 512 MiB takes 11 ms to reload."""
+"""Larger than the tensors that any site of the reference workloads saves. At 50 GB/s, 512 MiB takes 11 ms to reload."""

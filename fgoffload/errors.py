@@ -4,9 +4,9 @@ Every error that a user can cause names the value as typed, the limit and the fi
 
     OffloadError
     ├── ConfigError        a flag or an option has an invalid value (also a ValueError)
-    ├── PlanError          a plan does not fit the model
+    ├── PlanError          a plan is invalid or does not fit the model
     │   └── BudgetError    no plan fits the budget
-    ├── IntegrationError   a framework lacks a symbol, or a selected tag has no effect
+    ├── IntegrationError   a framework lacks a symbol that fgoffload needs, or a selected tag has no effect
     ├── StateError         the state of tensors or calls could lead to wrong results (also a RuntimeError, which torch
     │                      raises for a saved tensor that was modified in place)
     └── InternalError      a bug in fgoffload: please report it
@@ -24,7 +24,7 @@ class OffloadError(Exception):
 
 
 def shorten_message(message: str) -> str:
-    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. Its start has the flag, and its end has the fix."""
+    """Remove the middle of a message longer than `MAX_MESSAGE_LENGTH`. Its start names the flag, and its end the fix."""
     if len(message) <= MAX_MESSAGE_LENGTH:
         return message
     part = MAX_MESSAGE_LENGTH // 2 - 3
@@ -36,7 +36,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class PlanError(OffloadError):
-    """A plan does not fit the model, or (as `BudgetError`) no plan fits the budget."""
+    """A plan is invalid or does not fit the model, or (as `BudgetError`) no plan fits the budget."""
 
 
 class BudgetError(PlanError):
@@ -65,7 +65,7 @@ def _round_up(size_bytes: int) -> str:
 
 
 class IntegrationError(OffloadError):
-    """A framework lacks a symbol, or a selected tag has no effect."""
+    """A framework lacks a symbol that fgoffload needs, or a selected tag has no effect."""
 
 
 class StateError(OffloadError, RuntimeError):

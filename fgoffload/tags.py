@@ -42,7 +42,7 @@ class Tag:
 class TagRegistry:
     """Immutable set of tags, in forward order.
 
-    Add your own tags with `with_tag`. Two models in one process can use different registries:
+    Two models in one process can use different registries. Add your own tags with `with_tag`:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)
@@ -81,7 +81,7 @@ class TagRegistry:
 
         Args:
             name: Name as the user typed it.
-            flag: Flag in which the user typed it, for the error.
+            flag: Flag with which the user passed the name, for the error message.
 
         Raises:
             ConfigError: The tag is unknown. The message lists the valid tags and suggests the closest match.
@@ -206,7 +206,7 @@ class RecomputeUnit:
     """Part of a layer that a plan can recompute to save fewer tensors. Each layer can recompute different units."""
 
     name: str
-    """Name in plans: the tag's name if the unit is the module of a tag."""
+    """Name in plans. A unit that is the module of a tag has the tag's name."""
     recompute_module: str | None = None
     """Value of `--recompute-modules` that recomputes the same part in all layers, or None."""
     covers: tuple[str, ...] = ()
@@ -223,7 +223,7 @@ _ATTENTION_TAGS = ("attn_norm", "qkv_linear", "gdp_qkv", "core_attn", "attn_proj
 
 RECOMPUTE_UNITS = (
     RecomputeUnit(
-        name="layer",  # from its input
+        name="layer",  # recomputed from its input
         covers=(*_ATTENTION_TAGS, "mla_up_proj", "mlp_norm", "mlp", *_MLP_TAGS, "moe", *_MOE_TAGS, "dispatch"),
     ),
     RecomputeUnit(name="attn_norm", recompute_module="layernorm"),
@@ -244,12 +244,12 @@ RECOMPUTE_UNITS = (
         reads=("router",),
     ),
 )
-"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with separate norms. Whole layers and first linears are
-our own units (see `partial_recompute.py` in the Megatron integration)."""
+"""Source: `TransformerConfig.recompute_modules`, megatron-core 0.16.1, with one unit per norm. Units without a
+`recompute_module` are our own (see `partial_recompute.py` in the Megatron integration)."""
 
 
 RECOMPUTE_MODULES = tuple(dict.fromkeys(unit.recompute_module for unit in RECOMPUTE_UNITS if unit.recompute_module))
-"""Distinct values of `--recompute-modules` of all units."""
+"""Values of `--recompute-modules` that recompute one of the units, without duplicates."""
 
 
 _UNITS_BY_NAME = {unit.name: unit for unit in RECOMPUTE_UNITS}

@@ -14,8 +14,8 @@ DEFAULT_MIN_OFFLOADED_BYTES = 1 * MIB
 """Small copies are slow: 36 GB/s at 256 KiB and 9.7 GB/s at 64 KiB, but 50 GB/s for large copies (H100, PCIe 5)."""
 
 HOST_SHARE = 0.6
-"""Default fraction of host memory for all ranks of a node together. The engine applies it to the memory that is free at the
-start, and the planner to the node's total memory. The rest is for data loaders, checkpoint writing and the page cache."""
+"""Default fraction of host memory for all ranks of a node together: of the free memory when the first engine is created, or
+of the node's total memory in the planner. The rest is for data loaders, checkpoint writing and the page cache."""
 
 
 class HostMemory(enum.Enum):
@@ -32,8 +32,8 @@ class TransferConfig:
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages with fewer saved bytes stay on the GPU. 0 offloads storages of any size.
-        window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` sets this limit.
-        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
+        window_bytes: Bytes that may be in flight to the host before compute waits. By default, see `derive_policy`.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, see `derive_policy`.
         host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         host_memory: Kind of host memory. Use pageable memory, which is slower, if pinning fails.
@@ -65,12 +65,12 @@ class TransferConfig:
     def derive_policy(self, *, offloaded_bytes: int | None = None, largest_group_bytes: int = 0) -> TransferPolicy:
         """Return the window and prefetch sizes.
 
-        A size of None becomes a quarter of the offloaded bytes, but at most the default and at least the largest group. So at
-        least one group is prefetched, and a small model's window and prefetch do not cancel out its savings.
+        A size of None becomes a quarter of the offloaded bytes, but at most the default and at least the size of the largest
+        group, so that one group can be prefetched. With the defaults, a small model would save no memory.
 
         Args:
             offloaded_bytes: Peak bytes on the host. None (before the first forward) selects the defaults.
-            largest_group_bytes: Bytes of the last forward's largest group.
+            largest_group_bytes: Size of the largest group (tensors that one run of a module saves) in the last forward.
         """
 
         def derive(given_bytes: int | None, default_bytes: int) -> int:

@@ -1,8 +1,8 @@
 """Decides when to offload, reload and release groups, and when to cancel offloads. The engine and simulator share the rules.
 
-The schedule uses only the order and the sizes of groups. The engine calls it with device events, and the simulator with
-simulated events. Both execute its decisions and record in their lanes which bytes are on the device. Only the engine handles
-locks, weak references and shared storages.
+A group is what one run of a site saves, and a lane contains the groups of one microbatch. The schedule uses only their order
+and sizes. The engine calls it for real events, and the simulator for simulated ones. Both execute its decisions and record in
+their lanes which bytes are on the device. Only the engine handles locks, weak references and shared storages.
 
     [Note: Events]
     Calls for each event, in order:
@@ -16,11 +16,11 @@ locks, weak references and shared storages.
     [Note: Prefetch across passes]
     If the order of passes is fixed, the caller announces the lane of the next backward when a pass begins. That backward runs
     next, or after one forward if the running pass is a backward. The last groups of that lane are reloaded during the running
-    pass. A backward first reloads all groups of its own lane. The bytes ahead in both lanes together must fit in the prefetch
-    bytes, even for a single group: they are on the device when forward ends and memory peaks (see docs/decisions.md). An
-    announcement is a hint: the schedule reloads only groups on the host, and unneeded reloads are dropped.
+    pass. A backward first reloads all groups of its own lane. The bytes reloaded ahead in both lanes must together fit in the
+    prefetch limit, even for a single group: they are on the device when memory peaks at the end of forward (see
+    docs/decisions.md). An announcement is a hint: the schedule reloads only groups on the host, and drops unneeded reloads.
 
-All rules count bytes, never tensors or groups, because their sizes differ by a factor of 100 within one model.
+All rules count bytes, never tensors or groups, because the sizes of these can differ by a factor of 100 within one model.
 """
 
 import abc
@@ -64,8 +64,8 @@ class TransferPolicy:
     def may_prefetch(self, *, ahead_bytes: int, group_bytes: int) -> bool:
         """Return whether a group may be reloaded before backward needs it.
 
-        One group of any size may be ahead; otherwise backward would always wait for a large group. `ahead_bytes` are reloaded,
-        or in flight to the device, for groups that backward has not reached.
+        If nothing is ahead, the group may have any size; otherwise backward would always wait for a large group. `ahead_bytes`
+        counts the bytes reloaded, or in flight to the device, for groups that backward has not reached.
         """
         return ahead_bytes + group_bytes <= self.prefetch_bytes or (ahead_bytes == 0 < self.prefetch_bytes)
 
@@ -118,7 +118,7 @@ class ScheduledGroup:
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that are copied together and share a state: a storage in the engine, a bundle's number in the simulator."""
+"""Bytes that are copied together and share a state: a storage in the engine, a bundle index in the simulator."""
 
 
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):
@@ -133,11 +133,11 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.groups = list(groups)
         """Groups in forward order."""
         self.end = self.remaining = len(self.groups)
-        """`end` counts the groups that backward has not left. `remaining` excludes reloaded and cancelled groups too."""
+        """`end` counts the groups that backward has not left. `remaining` also excludes groups that no longer need a reload."""
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes that backward has unpacked in layers without offloaded tensors. The op that uses a tensor then frees it."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. Each is freed once its op has used it."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
@@ -180,9 +180,9 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         """Return whether unpacking bytes of `group` is the first sign that backward has reached the group.
 
         Once backward has left the group, an unpack of bytes that are on the host only (`is_offloaded`) means that another
-        backward of the same graph has begun. A late unpack by an op of another branch does not: its bytes are still on the
-        device. A group may have been reloaded before backward reached any group, or while backward was in a nested group. Its
-        bytes then count as ahead until backward reaches the group.
+        backward of the same graph has begun. A late unpack by an op in another branch finds its bytes still on the device. A
+        group may have been reloaded before backward reached any group, or while backward was in a nested group. The reloaded
+        bytes then count as ahead until backward reaches that group.
         """
         if self.end > group.end_position or self.remaining > group.position:
             return True
@@ -192,7 +192,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         """Record that backward has left the groups from `position` on. Return groups whose reloaded bytes may be dropped.
 
         These are the groups left at the previous call: ops between two regions, such as the rotary embedding, may share
-        storages with the region that backward has just left. A `position` after the end means that another backward of the same
+        storages with the region that backward has just left. A `position` beyond `end` means that another backward of the same
         graph has begun.
         """
         if position > self.end:
@@ -234,7 +234,7 @@ class ReloadDecision(Generic[Group, Saved]):
 class TransferSchedule:
     """Decides which storages are reloaded, and when. If a storage is still on the device, its offload is cancelled instead.
 
-    Most methods return an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
+    Most methods return an iterator of decisions. Exhaust it, and execute each decision before requesting the next one.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
@@ -246,10 +246,10 @@ class TransferSchedule:
         """Lane of the next backward, if announced."""
 
     def announce(self, lane: ScheduledLane[Group, Saved] | None, *, during: ScheduledLane[Group, Saved] | None) -> list[Group]:
-        """Record that a pass begins and that the backward of `lane` is the next backward. Return the same groups as `enter`.
+        """Record that a pass begins and that `lane` runs the next backward. Return the same kind of groups as `enter`.
 
         Args:
-            lane: None if the next lane is unknown, has not run forward, or runs backward after more than one other forward.
+            lane: None if the next backward's lane is unknown, has not run forward, or is more than one forward away.
             during: Lane whose backward begins. None if a forward begins.
         """
         discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
@@ -257,7 +257,7 @@ class TransferSchedule:
         return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Record that backward is in `lane`. Return groups of another lane whose reload was unnecessary."""
+        """Record that backward is in `lane`. Return groups of another lane that need not have been reloaded."""
         if lane is self.current:
             return []
         discarded = self._discard_prefetched() if self._next is not lane else []
@@ -297,7 +297,7 @@ class TransferSchedule:
     def release(self, lane: ScheduledLane[Group, Saved], size_bytes: int) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload groups that fit into the memory that backward has released in layers without offloaded tensors.
 
-        Call this when backward unpacks `size_bytes` there. Otherwise, backward would always wait for its first group.
+        Call this when backward unpacks `size_bytes` there. Otherwise, backward would always wait for the first group to reload.
         """
         if not lane.remaining:
             return
@@ -316,8 +316,8 @@ class TransferSchedule:
     ) -> Iterator[ReloadDecision[Group, Saved]]:
         """Reload further groups, from the last to the first, as long as `may_prefetch` allows the next one.
 
-        `other_ahead_bytes` are ahead in another lane. With `only`, the loop stops at the first group that is not submitted or
-        has bytes in another state.
+        `other_ahead_bytes` counts the bytes ahead in another lane. With `only`, the loop stops at the first group that is not
+        submitted or has bytes in another state.
         """
         chosen: dict[Saved, Group] = {}  # several groups may need the same bytes
         while lane.remaining > 0:

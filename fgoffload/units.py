@@ -14,7 +14,7 @@ GIB = 1024 * MIB
 TIB = 1024 * GIB
 
 SIZE_UNITS = "SIZE: in KiB, MiB, GiB or TiB; G is GiB (2^30 bytes), GB is 10^9 bytes."
-"""Explanation of sizes for the help texts of commands."""
+"""Explanation of sizes for the help messages of commands."""
 
 _BYTES_PER_UNIT = {
     "": 1,

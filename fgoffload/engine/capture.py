@@ -35,7 +35,7 @@ class CapturedHandle:
     place: Place
 
     def take(self) -> torch.Tensor:
-        """Return the saved tensor. In a captured backward, the tensor is at the address that replays read."""
+        """Return the saved tensor. In a captured backward, the tensor is at the address from which replays read it."""
         return self.part.take(self.view)
 
 
@@ -58,7 +58,7 @@ class Capture:
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
-            return keep_tensor(tensor, self._place)  # the capture cannot order work on another stream
+            return keep_tensor(tensor, self._place)  # the capture cannot order its copies after work on another stream
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:

@@ -32,7 +32,7 @@ Event: TypeAlias = Any
 """Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""`is_equal` copies this many bytes of a host copy to the device at a time, to limit its use of device memory."""
+"""`is_equal` copies this many bytes from the host to the device at a time, to limit its use of device memory."""
 
 
 class HostSlab:
@@ -48,7 +48,7 @@ class HostSlab:
         self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def close(self) -> None:
-        """Release the memory, as garbage collection also does. The host blocks until the copies are done."""
+        """Release the memory now, not at garbage collection. The host blocks until the copies are done."""
         self._finalizer()
 
 
@@ -58,9 +58,9 @@ class Device(abc.ABC):
     type: str
     """Device type, as in `torch.device.type`."""
     d2h_stream: Stream
-    """Stream of copies to the host, which run in order. They may overlap compute and copies to the device."""
+    """Stream for copies to the host, which run in order. They may overlap compute and copies to the device."""
     h2d_stream: Stream
-    """Stream of copies to the device, which run in order. They may overlap compute and copies to the host."""
+    """Stream for copies to the device, which run in order. They may overlap compute and copies to the host."""
 
     has_blocking_copies = False
     """Whether a copy to the host is done when `copy_bytes` returns."""
@@ -114,7 +114,7 @@ class Device(abc.ABC):
         """Queue a copy on `stream`. Keep both tensors alive and unchanged until the copy is done.
 
         Both are contiguous and have the same type and size. The type is not bool, because a copy of bools may change bits.
-        Call this within `copying_on(stream)`. Entering it may take half the CPU time of a copy, so queue several copies inside.
+        Call this within `copying_on(stream)`. Entering it can take half the CPU time of a copy, so queue several copies inside.
         """
 
     def is_equal(self, on_host: torch.Tensor, tensor: torch.Tensor, *, after: Event | None) -> bool:
@@ -136,7 +136,7 @@ class Device(abc.ABC):
         """Allocate uint8 `[size_bytes]` of device memory on the current stream."""
 
     def allocate_like(self, view: View) -> torch.Tensor:
-        """Allocate a device tensor like the contiguous `view` on the current stream."""
+        """Allocate a device tensor with the type and layout of the contiguous `view` on the current stream."""
         # Detached, because autograd forbids in-place changes in grad mode to a view that was made in no-grad mode.
         return self.allocate_device(view.dense_bytes).view(view.dtype).as_strided(view.size, view.stride).detach()
 
@@ -206,7 +206,7 @@ class AcceleratorDevice(Device):
     """Current accelerator of `torch.accelerator`, such as a CUDA GPU."""
 
     def __init__(self, *, host_memory: HostMemory = HostMemory.PINNED) -> None:
-        device = torch.accelerator.current_accelerator(check_available=True)  # otherwise, CUDA builds always return CUDA
+        device = torch.accelerator.current_accelerator(check_available=True)  # unchecked, CUDA builds always return CUDA
         if device is None:
             raise StateError(
                 "torch found no accelerator. Use CpuDevice, or check the driver and whether torch supports your accelerator."
@@ -220,7 +220,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams keyed by CUDA's handle. Stream objects with the same handle refer to the same queue."""
+        """Streams keyed by their CUDA handle. Stream objects with the same handle refer to the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -316,7 +316,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 
 
 def _map_host(size_bytes: int) -> mmap.mmap:
-    """Map anonymous memory, with huge pages if available. The kernel allocates each page on first access."""
+    """Map anonymous memory, with huge pages if available. The OS allocates each page on first access."""
     try:
         # Private, because huge pages in shared memory need a separate kernel setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -116,7 +116,7 @@ class OffloadEngine:
                 self.execution.begin_forward(lane)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region for one run of `site`, in a new group at the end of `lane`. None if regions are inert."""
+        """Return a region for one run of `site`, in a new group at the end of `lane`, or None if it would be inert."""
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:

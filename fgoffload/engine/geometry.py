@@ -68,8 +68,8 @@ def get_byte_range(tensor: torch.Tensor, *, start: int, end: int) -> torch.Tenso
 def rebuild(view: View, buffer: torch.Tensor, *, buffer_start: int) -> torch.Tensor:
     """Rebuild the tensor that `view` describes as a view of `buffer`, which is a copy of the storage's bytes.
 
-    All tensors of a buffer share its version counter. `buffer` is contiguous, has any type, and begins at the start of its own
-    storage. `buffer_start`, the offset of its bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.
+    All tensors rebuilt from `buffer` share its version counter. `buffer` is contiguous, has any type, and begins at the start
+    of its own storage. `buffer_start`, the offset of its bytes in the saved storage, is a multiple of `ALIGNMENT_BYTES`.
     """
     itemsize = view.dtype.itemsize
     offset = (view.start - buffer_start) // itemsize
@@ -86,7 +86,7 @@ def get_gathered_bytes(views: Sequence[View]) -> int:
 
 
 def choose_gathered(views: Iterable[View], *, size_bytes: int) -> tuple[View, ...]:
-    """Return the distinct `views` in packing order if their packed size is below half of `size_bytes`, otherwise none."""
+    """Return the distinct `views` in packing order if their packed size is below half of `size_bytes`, otherwise `()`."""
     packed = tuple(sorted(views, key=lambda view: (view.start, view.end)))
     return packed if 2 * get_gathered_bytes(packed) < size_bytes else ()
 

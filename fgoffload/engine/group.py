@@ -34,9 +34,9 @@ class Group(ScheduledGroup):
         self.saved_tensors = 0
         """Number of tensors saved through the engine."""
         self.passed_tensors = 0
-        """Number of saved tensors that bypass the engine because they cannot be offloaded. `end` adds it to the statistics."""
+        """Number of saved tensors that bypass the engine because they cannot be offloaded. `OffloadEngine.end` counts them."""
         self.passed_bytes = 0
-        """Bytes of storages that are too small to offload."""
+        """Bytes of the storages that `count_small` has counted."""
         self._passed: set[int] = set()
         """Keys of the storages that `count_small` has counted. Their handles keep the storages alive."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}

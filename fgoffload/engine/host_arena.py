@@ -64,7 +64,7 @@ class HostBudget:
 
 
 class HostArena:
-    """Best-fit allocator of host blocks. It merges returned ranges with their neighbours.
+    """Best-fit allocator of host blocks. It merges returned ranges with adjacent free ranges.
 
     Blocks may be returned on any thread. The engine calls all methods under its lock.
 
@@ -95,7 +95,7 @@ class HostArena:
         """References to returned blocks that are not cached yet."""
         self._cached: dict[int, list[tuple[BlockPlace, Sequence[Event]]]] = {}
         """Cached blocks, keyed by size. See [Note: Returned blocks]."""
-        # Each index contains all free ranges: by size for the best fit, and by start and end to find neighbours.
+        # Each index contains all free ranges: by size for the best fit, and by start and end to find adjacent ranges.
         self._by_size: list[tuple[int, int, int]] = []  # (size, slab, start), sorted
         self._by_start: dict[tuple[int, int], FreeRange] = {}
         self._by_end: dict[tuple[int, int], FreeRange] = {}
@@ -183,7 +183,7 @@ class HostArena:
         self._used_bytes = sum(place.used_bytes for place in places)
 
     def forget_reads(self) -> None:
-        """Drop the events of all reads, so that no writer waits for them. All reads, or their graphs, must be done."""
+        """Drop the events of all reads, so that no writer waits for them. All reads must be done or captured in a graph."""
         self._cache_returned()
         for free in self._by_start.values():
             free.reads = []

@@ -12,7 +12,7 @@ from fgoffload.engine.geometry import get_bytes
 
 @dataclasses.dataclass(slots=True)
 class FreeRange:
-    """Range of a slab that no block uses."""
+    """Range of a slab. It is free, or taken by a block."""
 
     slab: int
     start: int

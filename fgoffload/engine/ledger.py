@@ -49,7 +49,7 @@ class ActivationLedger:
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Count the tensors that autograd saves in the body. The engine's regions report to its `observers` instead."""
+        """Count the tensors that autograd saves in the body. The engine's regions report to the engine's `observers`."""
         with torch.autograd.graph.saved_tensors_hooks(LedgerHook(self), self._unpack):
             yield
         self.sample()

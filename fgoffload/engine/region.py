@@ -131,9 +131,9 @@ class Region(Saving):
     group: Group
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Put the start mark on `tensor`, the input of the site.
+        """Put the start mark on `tensor`, the input to the site.
 
-        Only the first site of a lane gets one. For other sites, the end mark of the previous site has the same effect.
+        Only the first site of a lane gets a start mark. For other sites, the end mark of the previous site has the same effect.
         """
         mark_start(self._engine, self.lane, self.group, tensor)
 

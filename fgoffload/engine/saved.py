@@ -54,7 +54,7 @@ class Reload:
 
 
 class ReleaseQueues(Protocol):
-    """Queues to which a freed `SavedStorage` appends, on any thread. Later engine calls empty them."""
+    """Queues to which a freed `SavedStorage` appends its resources, on any thread. Later engine calls empty the queues."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
@@ -139,8 +139,8 @@ class SavedStorage:
     def is_ordered_on(self, stream: Stream) -> bool:
         """Return whether a save on `stream` may share this object.
 
-        It may if the storage is on the device, or if an earlier save ran on `stream`. If something else keeps an offloaded
-        storage alive, its memory is freed later, ordered only after work on the streams of the earlier saves.
+        It may share the object if the storage is on the device, or if an earlier save ran on `stream`. If something else keeps
+        an offloaded storage alive, its memory is freed later, ordered only after work on the streams of the earlier saves.
         """
         return self.state in ON_DEVICE or stream in self.streams
 

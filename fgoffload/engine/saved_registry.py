@@ -7,9 +7,9 @@ saved storage reserves. Another version of the bytes has its own saved storage, 
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the
 version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
-begun, the engine compares its bytes with the copy. It does so only for the first saves at each pair of places. If the bytes
-differ, all saves use the current bytes, now and whenever the storage is saved again at this pair. Otherwise, all saves share
-the copy. A storage that is not saved again after the write is reloaded as copied.
+begun, the engine compares its bytes with the copy. It does so only a few times for each pair of places, of the first and the
+repeated save. If the bytes differ, all saves use the current bytes, now and for later saves at this pair. Otherwise, all saves
+share the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
@@ -105,13 +105,13 @@ class SavedRegistry:
         `saved` is offloaded or in flight to the host. `tensor`, which has the same storage, is being saved at `place`.
 
         Streams:
-            For the first saves at a pair of places, the host blocks until the copy to the host and the work queued on the
-            current stream are done.
+            For the first `COMPARISONS` saves at a pair of places, the host blocks until the copy to the host and the work
+            queued on the current stream are done.
         """
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:
             count = self._comparisons.get(pair, 0)
-            if count < COMPARISONS and not self._device.is_capturing():  # earlier steps made the comparisons
+            if count < COMPARISONS and not self._device.is_capturing():  # earlier steps made these comparisons
                 self._comparisons[pair] = count + 1
                 if not self._is_equal(saved, tensor):
                     self._rewriting.add(pair)
@@ -122,7 +122,7 @@ class SavedRegistry:
 
     def _is_equal(self, saved: SavedStorage, tensor: torch.Tensor) -> bool:
         if saved.block is None or saved.block.parts[0].is_meta:
-            return True  # an estimate copies nothing
+            return True  # a savings estimate copies nothing
         byte_range = get_byte_range(tensor, start=saved.start, end=saved.end)
         if saved.gathered:
             # The padding between the packed views is arbitrary, so we use the copy's padding.

@@ -2,7 +2,7 @@
 
 [Note: Staging]
 A CUDA graph replays its kernels at the addresses of its capture, without running Python. So a captured forward ends by copying
-its regions' saved tensors into a staging slot, on its own stream, and releasing their memory to the graph's pool. After the
+its regions' saved tensors into a staging slot, on its own stream, and by releasing their memory to the graph's pool. After the
 replay, the engine copies the slot to the host. Before it replays the backward, it fills the slot that the backward reads. The
 graph contains no host copy, no event and no second stream, so any CUDA version can capture it.
 
@@ -284,7 +284,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """Return the forward whose backward directly follows `current`, or an empty list unless its bytes are on the host."""
+        """Return the forward whose backward directly follows `current`, if its bytes are on the host, else an empty list."""
         following = current.next  # it uses another slot than `current`, unless it reads that slot in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []
