@@ -120,7 +120,7 @@ class OffloadConfig:
                     )
 
     def _check_choice(self) -> None:
-        """Reject a negative delta, and a plan or `auto` combined with another option that chooses what to offload."""
+        """Reject a negative delta between ranks, and a plan or `auto` combined with another way to choose what to offload."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -146,7 +146,7 @@ class OffloadConfig:
         if not self.is_auto:
             if budget_bytes is not None:
                 raise ConfigError(
-                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for it. Add "
+                    f"{flag} {format_bytes(budget_bytes)} needs --offload-modules {AUTO}, which plans for this budget. Add "
                     f"--offload-modules {AUTO}, or remove {flag}."
                 )
             return

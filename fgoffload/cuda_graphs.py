@@ -64,20 +64,20 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
     if not captured:
         return kept
     if "moe" in modules:
-        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing if moe is captured")
+        kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing if the whole MoE layer is captured")
     if impl == LOCAL:
         kept |= {tag: "local graphs capture no copies" for tag in default_tags().names if tag in captured}
-        kept |= {tag: "with local graphs, only experts are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
+        kept |= {tag: "with local graphs, only the experts' tensors are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
     if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
-        kept["attn_norm"] = "it saves a graph's input, whose address is fixed"
+        kept["attn_norm"] = "the tag saves a graph's input, whose address is fixed"
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1
     if impl == TRANSFORMER_ENGINE and is_edge:
-        kept["mlp_norm"] = "it saves a graph's input or output, whose address is fixed"
+        kept["mlp_norm"] = "the tag saves a graph's input or output, whose address is fixed"
     return kept | {"layer_input": "a captured layer cannot be recomputed as a whole"}
 
 
 def _find_inside(impl: str, modules: Collection[str], *, is_moe: bool) -> set[str]:
-    # Megatron captures the whole dense layer if any of its modules is listed.
+    # With local graphs, Megatron captures the whole dense layer if any of its modules is listed.
     is_whole = not modules or (impl == LOCAL and not is_moe and not {"attn", "mlp"}.isdisjoint(modules))
     if impl == FULL_ITERATION or is_whole:
         return {*default_tags().names, *(unit.name for unit in RECOMPUTE_UNITS)}

@@ -43,7 +43,7 @@ class BudgetError(PlanError):
     """No plan fits a memory budget.
 
     Args:
-        why: Sentence about the part that does not fit.
+        why: Sentence that says what does not fit.
         least_bytes: Smallest budget for which a plan exists, in bytes.
     """
 

@@ -82,7 +82,7 @@ class Site:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadPlan:
-    """Actions for the sites of all ranks. Sites without an action are kept.
+    """Actions for the sites of all ranks. Sites without an action keep their saved tensors on the GPU.
 
     Args:
         actions: Action of each site.

@@ -1,6 +1,6 @@
 """Decides when to offload, reload and release groups, and when to cancel offloads. The engine and simulator share the rules.
 
-A group is what one run of a site saves, and a lane contains the groups of one microbatch. The schedule uses only their order
+A group is what one run of a site saves, and a lane has the groups of one microbatch. The schedule uses only their order
 and sizes. The engine calls it for real events, and the simulator for simulated ones. Both execute its decisions and record in
 their lanes which bytes are on the device. Only the engine handles locks, weak references and shared storages.
 
@@ -191,9 +191,9 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
     def leave(self, position: int) -> list[Group]:
         """Record that backward has left the groups from `position` on. Return groups whose reloaded bytes may be dropped.
 
-        These are the groups left at the previous call: ops between two regions, such as the rotary embedding, may share
-        storages with the region that backward has just left. A `position` beyond `end` means that another backward of the same
-        graph has begun.
+        These are the groups left at the previous call, because ops between two regions, such as the rotary embedding, may still
+        need storages of the region that backward has just left. A `position` beyond `end` means that another backward of the
+        same graph has begun.
         """
         if position > self.end:
             self.end = self.remaining = position

@@ -132,7 +132,7 @@ class Transfers:
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
-        """Release the sources of the oldest group in flight. The copies may still be in flight.
+        """Release the sources of the oldest group in flight, even if its copies are not done.
 
         Streams:
             The compute streams wait for these copies. The host does not block.

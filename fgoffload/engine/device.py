@@ -48,7 +48,7 @@ class HostSlab:
         self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def close(self) -> None:
-        """Release the memory now, not at garbage collection. The host blocks until the copies are done."""
+        """Release the memory without waiting for garbage collection. The host blocks until the copies are done."""
         self._finalizer()
 
 
