@@ -67,7 +67,7 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
         kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing if the whole MoE layer is captured")
     if impl == LOCAL:
         kept |= {tag: "local graphs capture no copies" for tag in default_tags().names if tag in captured}
-        kept |= {tag: "with local graphs, only the experts' tensors are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
+        kept |= {tag: "local graphs support only the experts' tags" for tag in default_tags().names if tag not in _EXPERTS}
     if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
         kept["attn_norm"] = "the tag saves a graph's input, whose address is fixed"
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1

@@ -286,7 +286,7 @@ class AcceleratorDevice(Device):
         is_pinned = self._host_memory is HostMemory.PINNED
         if is_pinned and self.type == "cuda":
             return _register_host(size_bytes, self._device)
-        # Copies of pageable memory are synchronous, so none is in flight.
+        # Copies of pageable memory are synchronous, so none is in flight when the memory is freed.
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned), free=lambda: None)
 
 

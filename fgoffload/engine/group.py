@@ -59,7 +59,7 @@ class Group(ScheduledGroup):
         self.stats.add_kept(reason, size_bytes)
 
     def count_small(self, tensor: torch.Tensor) -> None:
-        """Count `tensor`, whose storage is too small for any group to offload. The bytes of a storage count once."""
+        """Count `tensor`, whose whole storage is too small to offload. The bytes of a storage count once."""
         self.passed_tensors += 1
         key = get_key(tensor)
         if key not in self._passed:

@@ -35,7 +35,7 @@ class BlockPlace:
     ranges: Sequence[FreeRange]
     parts: tuple[torch.Tensor, ...]
     last_read: Event | None = None
-    """Event after the last copy from this block to the device."""
+    """Event recorded after the last copy from this block to the device."""
 
 
 class HostBlock:

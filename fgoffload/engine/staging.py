@@ -55,7 +55,7 @@ class StagedPart:
 
     saved: SavedStorage
     stats: TagStats | None = None
-    """Statistics of the region's tag. None between regions."""
+    """Statistics of the tag whose region saved the storage. None if it was saved between regions."""
     forward: "CapturedForward | None" = None
     """Forward that staged the storage. None if the storage is not staged."""
     start: int = 0
@@ -124,7 +124,7 @@ class Staging:
         self._ring: collections.deque[StagingSlot] = collections.deque()
         self._last_pass: _CapturedPass | None = None
         self._d2h_done: Event | None = None
-        """Event after the last copy to the host."""
+        """Event recorded after the last copy to the host."""
 
     def is_copying_out(self) -> bool:
         """Return whether a copy to the host may be in flight. The host does not block."""
