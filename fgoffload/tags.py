@@ -239,8 +239,8 @@ RECOMPUTE_UNITS = (
     RecomputeUnit(name="moe_act", recompute_module="moe_act", covers=("expert_fc2",)),  # the activation of the experts
     RecomputeUnit(
         name="dispatch",  # the token permutation, only if each rank has all experts
-        covers=("expert_fc1",),  # the tag
-        excludes=("expert_fc1",),  # the unit, which is recomputed from the tag's tensors
+        covers=("expert_fc1",),  # the tag of this name
+        excludes=("expert_fc1",),  # the unit of this name, which is recomputed from the tag's tensors
         reads=("router",),
     ),
 )
