@@ -20,7 +20,7 @@ their lanes which bytes are on the device. Only the engine handles locks, weak r
     prefetch limit, even for a single group: they are on the device when memory peaks at the end of forward (see
     docs/decisions.md). An announcement is a hint: the schedule reloads only groups on the host, and drops unneeded reloads.
 
-All rules count bytes, never tensors or groups, because the sizes of these can differ by a factor of 100 within one model.
+All rules count bytes, never tensors or groups, because the tensors of one model can differ in size by a factor of 100.
 """
 
 import abc
@@ -137,7 +137,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes that backward has unpacked in layers without offloaded tensors. Each is freed once its op has used it."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. Each tensor is freed after its use."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod

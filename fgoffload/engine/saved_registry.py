@@ -7,9 +7,9 @@ saved storage reserves. Another version of the bytes has its own saved storage, 
 Autograd detects a write to a saved tensor by its version. A Triton kernel, a collective or NumPy may write without changing the
 version, and plain torch then passes the current bytes to backward. For example, Liger's cross entropy overwrites the logits
 with their gradient and saves them again. So if a storage is saved again at the same version after its copy to the host has
-begun, the engine compares its bytes with the copy. It does so only a few times for each pair of places, of the first and the
-repeated save. If the bytes differ, all saves use the current bytes, now and for later saves at this pair. Otherwise, all saves
-share the copy. A storage that is not saved again after the write is reloaded as copied.
+begun, the engine compares its bytes with the copy. It does so only a few times for each pair of places (of the first and
+the repeated save). If the bytes differ, all saves use the current bytes, now and for later saves at this pair. Otherwise, all
+saves share the copy. A storage that is not saved again after the write is reloaded as copied.
 """
 
 import weakref
