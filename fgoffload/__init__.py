@@ -1,7 +1,7 @@
 """Fine-grained, per-module activation offload for Megatron-style training and plain PyTorch.
 
 Tensors that autograd saves inside chosen modules are offloaded to pinned host memory during forward and reloaded before
-backward needs them. Results are bitwise identical to those without offload. `import fgoffload` imports neither torch nor a
+backward needs them. Results are bitwise identical to those without offload. `import fgoffload` does not import torch or a
 framework. `fgoffload.offload` and `fgoffload.engine` need torch, and `fgoffload.integrations.megatron` needs megatron-core.
 """
 

@@ -1,4 +1,4 @@
-"""Entry point of `python -m fgoffload`."""
+"""Entry point for `python -m fgoffload`."""
 
 import sys
 

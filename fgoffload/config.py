@@ -26,8 +26,8 @@ class OffloadConfig:
     """Activation offload options for Megatron-Core. Pass None instead of a config to disable offload.
 
     Args:
-        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. A plan overrides them.
-            With `auto`, fgoffload measures the first step and plans for `offload_memory_budget_bytes`.
+        offload_modules: Tags to offload, for example `core_attn` and `attn_proj`. `offload_plan` overrides them.
+            With `auto`, fgoffload measures the first step and plans the rest to fit `offload_memory_budget_bytes`.
         min_offloaded_tensor_size: Storages with fewer saved elements stay on the GPU.
         activation_offload_fraction: Fraction of each model chunk's sites to offload, from 0 to 1. Tensors of the sites
             that forward reaches last stay on the GPU.
@@ -98,7 +98,7 @@ class OffloadConfig:
         """Reject tags whose modules Megatron recomputes selectively, because these modules save nothing to offload.
 
         Args:
-            recompute_modules: Values of `--recompute-modules` under `--recompute-granularity selective`.
+            recompute_modules: Values of `--recompute-modules` with `--recompute-granularity selective`.
 
         Raises:
             ConfigError: The module of a tag is recomputed.
@@ -120,7 +120,7 @@ class OffloadConfig:
                     )
 
     def _check_choice(self) -> None:
-        """Reject a negative delta, and a plan or `auto` combined with another option that chooses what to offload."""
+        """Reject a negative delta between ranks, and a plan or `auto` combined with another way to choose what to offload."""
         delta_bytes = self.delta_offload_bytes_across_pp_ranks
         flag = "--delta-offload-bytes-across-pp-ranks"
         if check_bytes(delta_bytes, name=flag) < 0:
@@ -158,7 +158,7 @@ class OffloadConfig:
         """Build the config from parsed Megatron flags. Return None if offload is off.
 
         Args:
-            flags: Parsed flags of `add_fine_grained_offload_args`. Missing flags get their defaults.
+            flags: Parsed flags that `add_fine_grained_offload_args` adds. Missing flags get their defaults.
             tags: Tags that `--offload-modules` accepts. None means `default_tags()`.
 
         Raises:

@@ -58,7 +58,7 @@ def find_captured(impl: str, modules: Collection[str], *, is_moe: bool, has_shar
 
 
 def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_overlap: bool = False) -> dict[str, str]:
-    """Return the tags that cannot be offloaded because of the layer's graphs, each with the reason. See `find_captured`."""
+    """Return the tags that cannot be offloaded because of the layer's graphs, mapped to the reasons. See `find_captured`."""
     captured = find_captured(impl, modules, is_moe=is_moe, has_shared_overlap=has_shared_overlap)
     kept: dict[str, str] = {}
     if not captured:
@@ -67,12 +67,12 @@ def find_kept(impl: str, modules: Collection[str], *, is_moe: bool, has_shared_o
         kept |= dict.fromkeys(default_tags().names, "Megatron-Core offloads nothing in the layer if moe is captured")
     if impl == LOCAL:
         kept |= {tag: "local graphs capture no copies" for tag in default_tags().names if tag in captured}
-        kept |= {tag: "with local graphs, only experts are offloaded" for tag in default_tags().names if tag not in _EXPERTS}
+        kept |= {tag: "local graphs support only the experts' tags" for tag in default_tags().names if tag not in _EXPERTS}
     if impl == TRANSFORMER_ENGINE and "attn_norm" in captured:
-        kept["attn_norm"] = "it saves a graph's input, whose address is fixed"
+        kept["attn_norm"] = "the tag saves a graph's input, whose address is fixed"
     is_edge = not {"attn", "moe_router"}.isdisjoint(modules) if is_moe else len({"attn", "mlp"}.intersection(modules)) == 1
     if impl == TRANSFORMER_ENGINE and is_edge:
-        kept["mlp_norm"] = "it saves a graph's input or output, whose address is fixed"
+        kept["mlp_norm"] = "the tag saves a graph's input or output, whose address is fixed"
     return kept | {"layer_input": "a captured layer cannot be recomputed as a whole"}
 
 

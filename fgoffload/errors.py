@@ -4,7 +4,7 @@ The message of every error that a user can cause gives the value as typed, the l
 
     OffloadError
     ├── ConfigError        a flag or an option has an invalid value (also a ValueError)
-    ├── PlanError          a plan does not fit the model
+    ├── PlanError          a plan is invalid or does not fit the model
     │   └── BudgetError    no plan fits the budget
     ├── IntegrationError   a framework is missing or incompatible, or a selected tag has no effect
     ├── StateError         a tensor, a call order or the machine prevents correct offload (also a RuntimeError, which
@@ -36,7 +36,7 @@ class ConfigError(OffloadError, ValueError):
 
 
 class PlanError(OffloadError):
-    """A plan does not fit the model, or (as `BudgetError`) no plan fits the budget."""
+    """A plan is invalid or does not fit the model, or (as `BudgetError`) no plan fits the budget."""
 
 
 class BudgetError(PlanError):

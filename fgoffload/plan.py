@@ -19,14 +19,14 @@ TOKENS = "tokens"
 """Key of `made_for`: tokens per microbatch (sequence length times number of sequences)."""
 
 MICROBATCHES = "microbatches"
-"""Key of `made_for`: microbatches per step on each data-parallel rank. Absent if more microbatches would not increase the
+"""Key in `made_for`: microbatches per step on each data-parallel rank. Absent if more microbatches would not increase the
 number in flight."""
 
 PARAMETER_BYTES = "params_dtype_bytes"
-"""Key of `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
+"""Key in `made_for`: bytes per element of parameters and of activations between layers (2 for bf16 and fp16, 4 for fp32)."""
 
 FP8_RECIPE, NO_FP8 = "fp8_recipe", "none"
-"""Key of `made_for`: value of `--fp8-recipe`, or `none` without FP8."""
+"""Key in `made_for` for the value of `--fp8-recipe`, and the value for a run without FP8."""
 
 _AT_MOST = (TOKENS, MICROBATCHES)
 """Keys whose value may be smaller in the training run than in the plan, because smaller values need less memory."""
@@ -129,7 +129,7 @@ class OffloadPlan:
         return cls(actions={site: Action.OFFLOAD if i < offloaded else Action.KEEP for i, site in enumerate(sites)})
 
     def to_json(self, *, predicted: Mapping[str, Any] | None = None) -> str:
-        """Return the plan as JSON, with one row per site, sorted.
+        """Return the plan as JSON, with one row per site, in sorted order.
 
         Args:
             predicted: Predicted peak memory and step time, for human readers. `from_json` ignores them.
@@ -210,7 +210,7 @@ class OffloadPlan:
 
 
 NOTHING = OffloadPlan(actions={})
-"""Plan that keeps every site."""
+"""Plan that keeps all saved tensors on the GPU."""
 
 
 def _read_row(row: Any, number: int, source: str) -> tuple[Site, Action]:

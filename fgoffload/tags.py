@@ -42,7 +42,7 @@ class Tag:
 class TagRegistry:
     """Immutable set of tags, in forward order.
 
-    Add your own tags with `with_tag`. Two models in one process can use different registries:
+    Two models in one process can use different registries. Add your own tags with `with_tag`:
 
         tags = default_tags().with_tag(Tag(name="my_router", saves="router logits"))
         config = OffloadConfig(offload_modules=("my_router",), tags=tags)

@@ -32,8 +32,8 @@ class TransferConfig:
     Args:
         enabled: False disables offload: no hooks, no host memory, no warnings.
         min_offloaded_bytes: Storages with fewer saved bytes stay on the GPU. 0 offloads storages of any size.
-        window_bytes: Bytes that may be in flight to the host before compute waits. By default, `derive_policy` sets this limit.
-        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, `derive_policy` sets this limit.
+        window_bytes: Bytes that may be in flight to the host before compute waits. By default, see `derive_policy`.
+        prefetch_bytes: Bytes that may be reloaded before backward needs them. By default, see `derive_policy`.
         host_budget_bytes: Limit on this process's host memory. By default, the processes of a node share 60% of the
             node's free memory equally. Tensors that do not fit stay on the GPU.
         host_memory: Kind of host memory. Use pageable memory, which is slower, if pinning fails.

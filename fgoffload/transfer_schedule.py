@@ -1,8 +1,8 @@
 """Decides when to offload, reload and release groups, and when to cancel offloads. The engine and simulator share the rules.
 
-The schedule uses only the order and the sizes of groups. The engine calls it with device events, and the simulator with
-simulated events. Both execute its decisions and record in their lanes which bytes are on the device. Only the engine handles
-locks, weak references and shared storages.
+A group is what one run of a site saves, and a lane has the groups of one microbatch. The schedule uses only their order
+and sizes. The engine calls it for real events, and the simulator for simulated ones. Both execute its decisions and record in
+their lanes which bytes are on the device. Only the engine handles locks, weak references and shared storages.
 
     [Note: Events]
     Calls to make for each event, in order:
@@ -118,7 +118,7 @@ class ScheduledGroup:
 
 Group = TypeVar("Group", bound=ScheduledGroup)
 Saved = TypeVar("Saved")
-"""Bytes that are copied together and share a state: a storage in the engine, a bundle's number in the simulator."""
+"""Bytes that are copied together and share a state: a storage in the engine, a bundle index in the simulator."""
 
 
 class ScheduledLane(abc.ABC, Generic[Group, Saved]):
@@ -137,7 +137,7 @@ class ScheduledLane(abc.ABC, Generic[Group, Saved]):
         self.ahead_bytes = 0
         """Sum of the groups' `ahead_bytes`."""
         self.released_bytes = 0
-        """Bytes that backward has unpacked in layers without offloaded tensors. The op that uses a tensor then frees it."""
+        """Bytes that backward has unpacked in layers without offloaded tensors. Each tensor is freed after its use."""
         self._leftover: list[Group] = []
 
     @abc.abstractmethod
@@ -234,7 +234,7 @@ class ReloadDecision(Generic[Group, Saved]):
 class TransferSchedule:
     """Decides which storages are reloaded, and when. If a storage is still on the device, its offload is cancelled instead.
 
-    Most methods return an iterator of decisions. Exhaust it, and execute each decision before you request the next one.
+    Most methods return an iterator of decisions. Exhaust it, and execute each decision before requesting the next one.
     """
 
     def __init__(self, policy: TransferPolicy) -> None:
@@ -249,7 +249,7 @@ class TransferSchedule:
         """Record that a pass begins and that the backward of `lane` is the next backward. For the result, see `enter`.
 
         Args:
-            lane: None if the next lane is unknown, has not run forward, or runs backward after more than one other forward.
+            lane: None if the next backward's lane is unknown, has not run forward, or is more than one forward away.
             during: Lane whose backward begins. None if a forward begins.
         """
         discarded = self._discard_prefetched() if self._next is not lane and self._next is not during else []
@@ -257,7 +257,7 @@ class TransferSchedule:
         return discarded
 
     def enter(self, lane: ScheduledLane[Group, Saved]) -> list[Group]:
-        """Record that backward is in `lane`. Return groups of another lane whose reload was unnecessary."""
+        """Record that backward is in `lane`. Return groups of another lane that need not have been reloaded."""
         if lane is self.current:
             return []
         discarded = self._discard_prefetched() if self._next is not lane else []

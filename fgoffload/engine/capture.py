@@ -58,7 +58,7 @@ class Capture:
         if find_local_tensor(tensor) is not None or self._registry.find_reason_to_keep(tensor) is not None:
             return keep_tensor(tensor, self._place)
         if self._device.current_stream() != self._stream:
-            return keep_tensor(tensor, self._place)  # the capture cannot order work on another stream
+            return keep_tensor(tensor, self._place)  # the capture cannot order its copies after work on another stream
         key, contents = identify(tensor)
         part = self._parts.get((key, contents))
         if part is None:

@@ -24,7 +24,7 @@ from fgoffload.memory_tiers import SavedState
 
 
 class _InFlight(NamedTuple):
-    """Copies of one group to the host, the source tensors to keep alive, and the streams that use them."""
+    """Copies of one group to the host, the source tensors to keep alive, and the streams that use these tensors."""
 
     saved: Sequence["weakref.ref[SavedStorage]"]
     sources: Sequence[torch.Tensor]
@@ -43,7 +43,7 @@ class StopWatch:
 
     @contextlib.contextmanager
     def measure(self, stream: Stream, stats: TagStats, kind: TimeKind) -> Iterator[None]:
-        """Time the work that the body queues on `stream`."""
+        """Time the work that the `with` body queues on `stream`."""
         start = self._device.record_event(stream, is_timed=True)
         yield
         self._spans.append((start, self._device.record_event(stream, is_timed=True), stats, kind))
@@ -128,11 +128,11 @@ class Transfers:
             self.abandoned.popleft()  # after `_order`, because an exception there must not free a buffer in use
 
     def count_in_flight(self, stats: TagStats) -> int:
-        """Return how many of the groups that `stats` counts are in flight to the host."""
+        """Return how many groups of the tag with these `stats` are in flight to the host."""
         return sum(entry.stats is stats for entry in self._in_flight)
 
     def release_oldest(self) -> None:
-        """Release the sources of the oldest group in flight. The copies may still be in flight.
+        """Release the sources of the oldest group in flight, even if its copies are not done.
 
         Streams:
             The compute streams wait for these copies. The host does not block.
@@ -342,5 +342,5 @@ def _describe_change(saved: SavedStorage) -> str:
 
 
 def _name_range(action: str, place: Place) -> contextlib.AbstractContextManager[object]:
-    """Return a profiler range named as in the debug log, or a no-op context manager if no profiler is running."""
+    """Return a profiler range named after the action and the place, or a no-op context manager if no profiler is running."""
     return torch.profiler.record_function(f"fgoffload::{action} ({place})") if is_profiled() else NO_CONTEXT

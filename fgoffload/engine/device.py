@@ -32,7 +32,7 @@ Event: TypeAlias = Any
 """Point in a stream: `RecordedEvent`, or another device's equivalent."""
 
 _COMPARED_BYTES = 16 * MIB
-"""`is_equal` copies this many bytes of a host copy to the device at a time, to limit its use of device memory."""
+"""`is_equal` copies this many bytes from the host to the device at a time, to limit its use of device memory."""
 
 
 class HostSlab:
@@ -48,7 +48,7 @@ class HostSlab:
         self._finalizer.atexit = False  # CUDA may be shut down by then
 
     def close(self) -> None:
-        """Release the memory, as garbage collection also does. The host blocks until the copies are done."""
+        """Release the memory without waiting for garbage collection. The host blocks until the copies are done."""
         self._finalizer()
 
 
@@ -58,9 +58,9 @@ class Device(abc.ABC):
     type: str
     """Device type, as in `torch.device.type`."""
     d2h_stream: Stream
-    """Stream of copies to the host, which run in order. They may overlap compute and copies to the device."""
+    """Stream for copies to the host, which run in order. They may overlap compute and copies to the device."""
     h2d_stream: Stream
-    """Stream of copies to the device, which run in order. They may overlap compute and copies to the host."""
+    """Stream for copies to the device, which run in order. They may overlap compute and copies to the host."""
 
     has_blocking_copies = False
     """Whether a copy to the host is done when `copy_bytes` returns."""
@@ -220,7 +220,7 @@ class AcceleratorDevice(Device):
         self.h2d_stream = torch.Stream(device=self._device)
         self._get_raw_stream = find_raw_stream_getter() if self.type == "cuda" else None
         self._streams: dict[int, Stream] = {}
-        """Streams keyed by CUDA's handle. Stream objects with the same handle refer to the same queue."""
+        """Streams keyed by their CUDA handle. Stream objects with the same handle refer to the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
         self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
@@ -286,7 +286,7 @@ class AcceleratorDevice(Device):
         is_pinned = self._host_memory is HostMemory.PINNED
         if is_pinned and self.type == "cuda":
             return _register_host(size_bytes, self._device)
-        # Copies of pageable memory are synchronous, so none is in flight.
+        # Copies of pageable memory are synchronous, so none is in flight when the memory is freed.
         return HostSlab(torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned), free=lambda: None)
 
 
@@ -316,7 +316,7 @@ def _register_host(size_bytes: int, device: torch.device) -> HostSlab:
 
 
 def _map_host(size_bytes: int) -> mmap.mmap:
-    """Map anonymous memory, with huge pages if available. The kernel allocates each page on first access."""
+    """Map anonymous memory, with huge pages if available. The OS allocates each page on first access."""
     try:
         # A private mapping, because huge pages in shared memory need a separate kernel setting.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,4 +1,4 @@
-"""Pool that reuses an accelerator's events once nothing references them.
+"""Pool that reuses an accelerator's events after their last reference is gone.
 
 [Note: Reused events]
 Creating, recording and destroying an event takes 2.4 us of CPU time on an H200 host. Reusing one takes 0.9 us. Each offloaded

@@ -43,11 +43,11 @@ class Execution:
     observers: Sequence[ActivationLedger]
     order: PassOrder = dataclasses.field(default_factory=PassOrder)
     held: list["weakref.ref[Group]"] = dataclasses.field(default_factory=list)
-    """Groups that wait for `flush`. Weak references, because a forward may raise and a graph may be dropped."""
+    """Groups that wait for `flush`. The references are weak, because a forward may raise and a graph may be dropped."""
     most_in_flight: int | None = None
     """Limit on how many groups of a tag may be in flight to the host, in addition to the window limit. None means no limit."""
     max_groups: int = 0
-    """Largest number of groups in a microbatch so far, for logs. During the first microbatch it is too small."""
+    """Largest number of groups in a microbatch so far, for logs. During the first microbatch, it is not final yet."""
 
     # Forward.
 

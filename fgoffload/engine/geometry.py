@@ -1,4 +1,4 @@
-"""Describes the layout of tensors in their storages, and packs and rebuilds them."""
+"""Describes the layout of tensors in their storages, and packs and rebuilds tensors."""
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence

@@ -36,7 +36,7 @@ class Group(ScheduledGroup):
         self.passed_tensors = 0
         """Number of saved tensors that bypass `OffloadEngine.save`, because they are never offloaded."""
         self.passed_bytes = 0
-        """Bytes of storages that are too small to offload."""
+        """Bytes of the storages that `count_small` has counted."""
         self._passed: set[int] = set()
         """Keys of the storages that `count_small` has counted. Their handles keep the storages alive."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
@@ -59,7 +59,7 @@ class Group(ScheduledGroup):
         self.stats.add_kept(reason, size_bytes)
 
     def count_small(self, tensor: torch.Tensor) -> None:
-        """Count `tensor`, whose storage is too small for any group to offload. The bytes of a storage count once."""
+        """Count `tensor`, whose whole storage is too small to offload. The bytes of a storage count once."""
         self.passed_tensors += 1
         key = get_key(tensor)
         if key not in self._passed:

@@ -2,7 +2,7 @@
 
 [Note: Unpacked tensors]
 While the bytes are on the device, the handle of a saved tensor that requires no gradient returns the saved object itself, with
-its Python attributes, like plain torch. The identity of the object matters, because autograd may reuse a tensor as a gradient
+its Python attributes, as plain torch does. The identity of the object matters: autograd may reuse a tensor as a gradient
 if nothing else references its object. So all unpacks of one view of a reloaded storage also return the same object. If a saved
 tensor requires a gradient, the handle holds a detached tensor, because the graph of the original could close a reference cycle.
 Torch wraps such a tensor in a new object anyway (see [Note: A gradient that is a saved tensor]).
@@ -102,7 +102,7 @@ class KeptHandle:
 class FollowedHandle:
     """Handle of a saved tensor that stays on the device. It calls `follow_backward` when backward unpacks the tensor.
 
-    `size_bytes` is the size of its storage, which no other handle counts.
+    `size_bytes` is the size of the tensor's storage, which is counted only by this handle.
     """
 
     __slots__ = ("_engine", "_kept", "_lane", "_size_bytes", "place")

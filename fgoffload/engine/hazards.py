@@ -1,4 +1,4 @@
-"""Memory hazards that the engine's waits prevent. The engine passes one of them to each wait that it queues.
+"""Memory hazards that the engine's waits prevent. The engine passes the hazard to each wait that it queues.
 
 [Note: Ordering of a copy to the host]
 The copy reads its source while compute runs, and writes a host block that an earlier copy to the device may still read. The

@@ -12,7 +12,7 @@ from fgoffload.engine.geometry import get_bytes
 
 @dataclasses.dataclass(slots=True)
 class FreeRange:
-    """Range of a slab that no block uses."""
+    """Range of a slab. It is free, or taken by a block."""
 
     slab: int
     start: int
@@ -35,7 +35,7 @@ class BlockPlace:
     ranges: Sequence[FreeRange]
     parts: tuple[torch.Tensor, ...]
     last_read: Event | None = None
-    """Event after the last copy from this block to the device."""
+    """Event recorded after the last copy from this block to the device."""
 
 
 class HostBlock:

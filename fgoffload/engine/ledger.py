@@ -20,7 +20,7 @@ class LedgerSample(NamedTuple):
     """Number of tensors that autograd has saved or unpacked so far. Unlike a time, it is the same in every run."""
     resident_bytes: int
     place: str
-    """Place of the last save, such as `layers.3.core_attn mb=2`, or unpack, such as `backward of layers.3.core_attn mb=2`.
+    """Place of the last save or unpack, such as `layers.3.core_attn mb=2` or `backward of layers.3.core_attn mb=2`.
     Empty outside the engine's regions."""
 
 

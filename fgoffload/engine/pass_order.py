@@ -1,4 +1,4 @@
-"""Predicts the next backward from the previous step, because pipeline schedules repeat.
+"""Predicts the next backward from the previous step, because pipeline schedules repeat their order of passes.
 
 A step ends when a forward begins while no lane waits for its backward. A wrong prediction costs only time (see [Note: Prefetch
 across passes] in `fgoffload.transfer_schedule`).

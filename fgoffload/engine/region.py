@@ -131,7 +131,7 @@ class Region(Saving):
     group: Group
 
     def enter(self, tensor: torch.Tensor) -> None:
-        """Put the start mark on `tensor`, the input of the site.
+        """Put the start mark on `tensor`, the input to the site.
 
         Only the first site of a lane gets a start mark. For other sites, the end mark of the previous site has the same effect.
         """
@@ -160,7 +160,7 @@ class Region(Saving):
 
 
 def mark_start(engine: Any, lane: Lane, group: Group, tensor: torch.Tensor) -> None:
-    """Put the start mark of `group` on `tensor`, if it is the lane's first group. See `Region.enter`."""
+    """Put the start mark of `group` on `tensor`, if `group` is the lane's first group. See `Region.enter`."""
     if group.position == 0:
         add_mark(tensor, lambda gradient: engine.leave_backward(lane, group))
 

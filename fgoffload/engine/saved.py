@@ -54,7 +54,7 @@ class Reload:
 
 
 class ReleaseQueues(Protocol):
-    """Queues to which a freed `SavedStorage` appends, on any thread. Later engine calls empty them."""
+    """Queues to which a freed `SavedStorage` appends its resources, on any thread. Later engine calls empty the queues."""
 
     abandoned: deque[Reload]
     dropped: deque[tuple[StorageRef, bool]]
@@ -112,7 +112,7 @@ class SavedStorage:
         self.was_offloaded = False
         """Whether a copy to the host was ever queued."""
         self.is_released = False
-        """Whether the lane counts the storage as released by backward."""
+        """Whether the lane's `released_bytes` already includes this storage."""
         self.uses = 0
         """Number of submitted groups with this storage that backward has not finished."""
         self.fault: str | None = None

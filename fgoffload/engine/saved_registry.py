@@ -105,8 +105,8 @@ class SavedRegistry:
         `saved` is offloaded or in flight to the host. `tensor`, which has the same storage, is being saved at `place`.
 
         Streams:
-            For the first saves at a pair of places, the host blocks until the copy to the host and the work queued on the
-            current stream are done.
+            For the first `COMPARISONS` saves at a pair of places, the host blocks until the copy to the host and the work
+            queued on the current stream are done.
         """
         pair = (saved.place.site, place.site)
         if pair not in self._rewriting:

@@ -2,7 +2,7 @@
 
 [Note: Staging]
 A CUDA graph replays its kernels at the addresses of its capture, without running Python. So a captured forward ends by copying
-its regions' saved tensors into a staging slot, on its own stream, and releasing their memory to the graph's pool. After the
+its regions' saved tensors into a staging slot, on its own stream, and by releasing their memory to the graph's pool. After the
 replay, the engine copies the slot to the host. Before it replays the backward, it fills the slot that the backward reads. The
 graph contains no host copy, no event and no second stream, so any CUDA version can capture it.
 
@@ -124,7 +124,7 @@ class Staging:
         self._ring: collections.deque[StagingSlot] = collections.deque()
         self._last_pass: _CapturedPass | None = None
         self._d2h_done: Event | None = None
-        """Event after the last copy to the host."""
+        """Event recorded after the last copy to the host."""
 
     def is_copying_out(self) -> bool:
         """Return whether a copy to the host may be in flight. The host does not block."""

@@ -29,7 +29,7 @@ class KeptReason(enum.Enum):
 
 
 class TimeKind(enum.Enum):
-    """Kind of GPU work that the engine times for each tag."""
+    """Kind of GPU time that the engine measures for each tag."""
 
     D2H = "copies to the host"  # from the start of a group's first copy to the end of its last
     H2D = "copies to the device"

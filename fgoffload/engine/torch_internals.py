@@ -1,4 +1,4 @@
-"""Imports private functions of torch, and wraps some of them so that code for plain torch also works with offload.
+"""Imports private functions of torch, and wraps some of them so that code for plain torch works with offload.
 
 [Note: torch.func inside a region]
 `torch.func.grad`, `vjp`, `jacrev` and `hessian` disable saved-tensor hooks while they run, and torch raises an error if hooks
@@ -96,7 +96,7 @@ def queue_after_backward(callback: Callable[[], None]) -> None:
 
 
 def clear_cublas_workspaces() -> None:
-    """Free the workspaces that cuBLAS keeps for each stream, if torch has CUDA."""
+    """Free the workspaces that cuBLAS keeps for each stream, if torch was built with CUDA."""
     getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()  # noqa: SLF001
 
 
@@ -118,7 +118,7 @@ _IS_WRAPPED = "_fgoffload_is_wrapped"
 
 
 def wrap_internals(is_ours: Callable[[Any], bool]) -> None:
-    """Wrap torch's functions (see the notes above), once per process. `is_ours` tells whether a pack hook is the engine's."""
+    """Wrap torch's functions (see the notes above), once per process. `is_ours` returns whether a pack hook is the engine's."""
     if not hasattr(_autograd._saved_tensors_hooks_disable, _IS_WRAPPED):  # noqa: SLF001
         _autograd._saved_tensors_hooks_disable = _wrap_disable(_autograd._saved_tensors_hooks_disable, is_ours)  # noqa: SLF001
     for name in ("apply", "apply_boxed"):

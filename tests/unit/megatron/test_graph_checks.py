@@ -19,7 +19,7 @@ def check(tags, values, **options):
     [
         (("core_attn", "attn_norm"), TE | {"cuda_graph_modules": ["attn"]}, "'attn_norm' .* saves a graph's input"),
         (("mlp_norm",), TE | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "'mlp_norm' and --cuda-graph-impl transformer"),
-        (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "with local graphs, only experts"),
+        (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_modules": ["moe_router"]}, "local graphs support only the experts"),
         (("expert_fc1",), LOCAL | EXPERTS | {"cuda_graph_modules": []}, "local graphs capture no copies"),
         (("core_attn",), FULL | EXPERTS, "dropless routing synchronizes on the token counts"),
         (("core_attn",), LOCAL | EXPERTS | {"cuda_graph_scope": ["full_iteration"]}, "full_iteration: dropless routing"),
