@@ -79,7 +79,7 @@ class AutoOffload(StepMeasurement):
         self._measured: MeasuredStep | None = None
         self._link: LinkProfile | None = None
         self._static_bytes = 0
-        """Allocated bytes when the measured step begins, or parameter and gradient bytes if the device counts no memory."""
+        """Allocated bytes when the measured step begins, or parameter and gradient bytes if the device cannot count memory."""
         self._staying: Layers | None = None
         """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0
@@ -109,7 +109,7 @@ class AutoOffload(StepMeasurement):
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Make a plan after a measured step. Make another plan if this step or the last one exceeds the plan in use.
+        """Make a plan after a measured step, or if this step is larger than planned or the last one exceeded the budget.
 
         Raises:
             PlanError: No plan fits the budget. All processes raise it.

@@ -67,9 +67,9 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes from both neighbours.
+    """Exchange the shapes of the next tensors with the neighboring stages. Return the shapes from both neighbors.
 
-    Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the shapes to the
+    Messages have the same order as in Megatron, so a neighbor may run Megatron's own method. Kernels write the shapes to the
     device and to the host, without the copy engines. `NO_SHAPE` stands for a missing tensor.
 
     Source for the order: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1.
