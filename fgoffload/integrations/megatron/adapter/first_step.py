@@ -70,8 +70,8 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
             )
         elif is_offloaded and not has_saved:
             raise IntegrationError(
-                f"--offload-modules {tag!r} has no effect: its modules saved no tensors in the first step on any rank. Recompute "
-                "drops a module's tensors, and a module with frozen parameters saves none. Remove the tag, or recompute less."
+                f"--offload-modules {tag!r} has no effect: its modules saved no tensors in the first step on any rank. "
+                "Recompute drops them, and a module with frozen parameters saves none. Remove the tag, or recompute less."
             )
         elif is_offloaded and not has_moved:
             stats = step.tags.get(tag)

@@ -29,7 +29,7 @@ class Calls:
         self.is_enabled = True
         """Whether sites may be offloaded; False between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Number of microbatches begun before offload was disabled, by chunk."""
+        """Number of microbatches that had begun when offload was disabled, by chunk."""
 
     def disable(self) -> None:
         """Disable offload during the warm-up of a CUDA graph. The warm-up does not belong to a step."""
