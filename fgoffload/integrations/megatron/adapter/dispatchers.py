@@ -1,7 +1,7 @@
 """Frees the autograd graph that token dispatchers hold between microbatches, and detects how they permute tokens.
 
 A dispatcher keeps the routing probabilities of its last forward in an attribute, and the probabilities keep their graph alive.
-If a checkpoint recomputed that forward, the graph starts at a leaf: a copy of the layer's input, with its gradient. They would
+If a checkpoint recomputed that forward, the graph starts at a leaf: a copy of the layer's input, with its gradient. Both would
 stay on the GPU until the layer's next forward: 2sbh elements per recomputed MoE layer (s: sequence, b: batch, h: hidden).
 
 Source: `dispatch_preprocess` of megatron-core 0.16.1; memory measured on an H200 between two steps (docs/decisions.md).

@@ -22,7 +22,7 @@ def check_first_step(selected: Sequence[str], actions: SiteActions, step: StepSt
     """Check on all ranks that each selected tag had an effect in the first step, and that each planned site exists.
 
     Raises:
-        IntegrationError: A selected tag saved nothing on any rank.
+        IntegrationError: A selected tag has no site or fused module on any rank, or no rank saved a tensor in its sites.
         PlanError: The plan contains a site that no rank has, or the ranks have different plans.
     """
     check_same_plan(selected, actions.plan)
@@ -42,7 +42,7 @@ def check_same_plan(selected: Sequence[str], plan: OffloadPlan | None) -> None:
 def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collection[tuple[int, int]]) -> None:
     """Check that each planned site exists on some rank."""
     planned = sorted(plan.actions)
-    # A planned KEEP needs only its layer, because tags that the plan does not offload have no registered sites.
+    # For KEEP, the layer must exist, but not the site: tags that the plan never offloads have no registered sites.
     own = [site in actions or (plan.get_action(site) is Action.KEEP and (site.chunk, site.layer) in layers) for site in planned]
     # A plan covers all ranks, but each rank has only the sites of its own layers.
     for site, *exists in zip(planned, *gather(own), strict=True):
@@ -53,7 +53,7 @@ def check_plan(plan: OffloadPlan, actions: Mapping[Site, Action], layers: Collec
 
 
 def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> None:
-    """Check that each selected tag has a site and saved something on some rank."""
+    """Check that each selected tag has a site on some rank, and that a tensor was saved there if the site is offloaded."""
     reports = gather([_report(tag, actions, fused, step) for tag in selected])
     for tag, *same in zip(selected, *reports, strict=True):
         has_sites, is_offloaded, is_fused, has_saved, has_moved = map(any, zip(*same, strict=True))
@@ -70,8 +70,8 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
             )
         elif is_offloaded and not has_saved:
             raise IntegrationError(
-                f"--offload-modules {tag!r} saved nothing in the first step on any rank, so it has no effect. Recompute "
-                "drops the module's tensors, and a module with frozen parameters saves none. Remove the tag, or recompute less."
+                f"--offload-modules {tag!r} has no effect: its modules saved no tensors in the first step on any rank. "
+                "Recompute drops them, and a module with frozen parameters saves none. Remove the tag, or recompute less."
             )
         elif is_offloaded and not has_moved:
             stats = step.tags.get(tag)
@@ -81,7 +81,7 @@ def check_tag_effects(selected: Sequence[str], actions: Mapping[Site, Action], f
 
 
 def _report(tag: str, actions: Mapping[Site, Action], fused: Collection[str], step: StepStats) -> tuple[bool, ...]:
-    """Return facts about `tag` on this rank: has a site, offloads one, has a fused module, saved a tensor, offloaded bytes."""
+    """Return whether `tag` has on this rank: a site, an offloaded site, a fused module, a saved tensor, any offloaded bytes."""
     own = [action for site, action in actions.items() if site.tag == tag]
     stats = step.tags.get(tag)
     has_saved = stats is not None and stats.saved_tensors > 0

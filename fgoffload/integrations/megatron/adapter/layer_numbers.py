@@ -1,7 +1,7 @@
 """Numbers the layers of the whole model from 0. Layers of multi-token prediction (MTP) follow the decoder's layers.
 
-Megatron-Core 0.16 does the same. Since 0.17, the numbers of MTP layers restart at 1, and the layers have `is_mtp_layer`. In
-hybrid models, each MTP depth has a stack of layers numbered from 1. Only its attention layers have `is_mtp_layer`.
+Megatron-Core 0.16 uses the same order. Since 0.17, the numbers of MTP layers restart at 1, and the layers have `is_mtp_layer`.
+In hybrid models, each MTP depth has a stack of layers numbered from 1. Only its attention layers have `is_mtp_layer`.
 """
 
 from collections.abc import Iterable, Iterator

@@ -211,7 +211,7 @@ def _describe(layer: Any, input_tag: tuple[str, ...], selected: Sequence[str]) -
 
 
 def _find_input_tag(stack: Any, index: int, selected: Sequence[str]) -> tuple[str, ...]:
-    """Return the tag `layer_input` if it is selected and a checkpoint of Megatron's full recompute begins at this layer."""
+    """Return `layer_input` if this tag is selected and a checkpoint of Megatron's full recompute begins at this layer."""
     config = stack.config
     if LAYER_INPUT not in selected or config.recompute_granularity != "full":
         return ()

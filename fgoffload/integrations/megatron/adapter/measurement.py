@@ -26,7 +26,7 @@ class ScheduleCall:
         )
 
     def is_within(self, other: "ScheduleCall") -> bool:
-        """Return whether this step has at most as many microbatches as `other`, and no larger ones."""
+        """Return whether this step has at most as many microbatches as `other`, and no larger microbatches."""
         return self.microbatches <= other.microbatches and self.tokens <= other.tokens
 
     def __str__(self) -> str:

@@ -44,7 +44,7 @@ _FACTS: dict[str, int | str] = {
     **dict.fromkeys(_GROUPS, 1),
     "normalization": "LayerNorm",
 }
-"""Config fields that a plan may list in `made_for`, with defaults for None. Values are converted to the default's type."""
+"""Config fields that a plan may list in `made_for`, with defaults that replace None. Values get the default's type."""
 
 
 def read_facts(config: Any) -> dict[str, int | str]:

@@ -27,7 +27,7 @@ _Context = contextlib.AbstractContextManager[object]
 
 
 class Holding:
-    """Context manager that delays the offload of groups that end inside it. Layers do not nest, so all share one manager."""
+    """Context manager that delays the offload of groups that end inside it. Layers do not nest, so they share one manager."""
 
     def __init__(self, submit: Callable[[], None]) -> None:
         self._submit = submit
@@ -73,7 +73,7 @@ class MegatronOffload:
         """Blocks whose layers are registered and prepared."""
         self._lane: Lane | None = None
         self._lane_blocks: weakref.WeakSet[torch.nn.Module] | None = None
-        """Blocks that forward has reached in the current lane; None if `begin_microbatch` began the lane."""
+        """Blocks that the current lane's forward has reached; None if `begin_microbatch` began the lane."""
         self.chunk = 0
         """Model chunk of the current forward."""
         self.layer = -1
@@ -186,7 +186,7 @@ class MegatronOffload:
     def watch_layer(self, lane: Lane, hidden: torch.Tensor, *, has_parts: bool) -> _Context:
         """Return the context manager for the current layer's forward. It records or watches the layer's saves as needed.
 
-        If `has_parts`, the layer also calls `watch_attention`, which can watch attention alone.
+        If `has_parts`, `watch_attention` is also called for this layer, and can watch its attention alone.
         """
         if self.measurement is not None and self.measurement.is_recording:
             context: _Context = self.measurement.find_layer(lane, self.chunk, self.layer, hidden)
@@ -332,7 +332,7 @@ class MegatronOffload:
         """Finish a step and store its statistics. After the first step, check that each selected tag had an effect.
 
         Raises:
-            IntegrationError: A selected tag saved nothing on any rank.
+            IntegrationError: A selected tag has no site or fused module on any rank, or no rank saved a tensor in its sites.
             PlanError: The plan contains a site that no rank has, or the ranks have different plans.
         """
         microbatches = max(self.microbatches_begun.values(), default=0)

@@ -1,4 +1,4 @@
-"""Adds sites around methods and linears of modules for which Megatron-Core has no call site."""
+"""Adds sites around methods and linears that have no call site in Megatron-Core."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ def add_region(patches: Patches, get_offload: GetOffload, target: Any, methods: 
 
 
 class LinearTags(NamedTuple):
-    """Tags of two linears and the activation between them; None adds no site."""
+    """Tags for two linears and the activation between them. None adds no site."""
 
     fc1: str | None = None
     act: str | None = None
@@ -134,7 +134,7 @@ class _LinearSites:
 def run_in_site(offload: MegatronOffload, tag: str | None, tensor: torch.Tensor, run: Callable[[], Any]) -> Any:
     """Call `run` and return its result. Offload its saves if the site of `tag` is offloaded in the current layer.
 
-    `tensor` is the input of the site. Forward must not use the saves after `run` returns.
+    `tensor` is the input of the site. Forward must not use the saved tensors after `run` returns.
     """
     region = _enter(offload, tag, tensor)
     if region is None:

@@ -36,7 +36,7 @@ class LayerSites:
 
 
 class SiteActions:
-    """Actions for this rank's sites: those in the user's `plan`, or offload for a `fraction` of each chunk's sites.
+    """Actions for this rank's sites, from `plan` if there is one. Otherwise, a `fraction` of each chunk's sites is offloaded.
 
     `selected` are the tags whose tensors may be offloaded.
     """
@@ -44,7 +44,7 @@ class SiteActions:
     def __init__(self, plan: OffloadPlan | None, *, fraction: float, selected: Sequence[str]) -> None:
         self.plan = plan
         self.layers: dict[tuple[int, int], bool] = {}
-        """Registered layers by chunk and number, with whether another module also saves the router's input."""
+        """For each registered layer, keyed by chunk and number: whether another module also saves the router's input."""
         self.fused_tags: set[str] = set()
         """Tags whose module is fused into another module, in at least one layer."""
         self._fraction = fraction
@@ -53,8 +53,8 @@ class SiteActions:
         self._watched: dict[tuple[int, int], Watched] = {}
         """Cache of `find_watched`, by chunk and number of a layer."""
         self._offloaded: dict[tuple[int, int, str], Site | None] = {}
-        """Cache of `find_offloaded`, by chunk, layer number and tag. Every call site does a lookup in forward, and creating and
-        hashing a `Site` would take several times as long."""
+        """Cache of `find_offloaded`, by chunk, layer number and tag. Every call site does a lookup in forward. The keys
+        are tuples, because creating and hashing a `Site` takes several times as long as a tuple."""
 
     @property
     def recomputes(self) -> bool:
@@ -91,7 +91,7 @@ class SiteActions:
         self.set((site, action) for site, action in plan.actions.items() if (site.chunk, site.layer) in self.layers)
 
     def set(self, actions: Iterable[tuple[Site, Action]]) -> None:
-        """Replace the actions of some sites."""
+        """Set the actions of the given sites."""
         self.by_site.update(actions)
         self._watched.clear()
         self._offloaded.clear()
@@ -179,7 +179,7 @@ class RankBalance:
         self._site_bytes: dict[Site, float] = {}
         """Offloaded bytes of each site per microbatch in the first step, in forward order."""
         self._microbatches = 0
-        """Microbatches per step for which the kept sites were chosen; 0 during the first step."""
+        """Number of microbatches per step when the kept sites were last chosen; 0 during the first step."""
 
     def record(self, site: Site, group: Group) -> None:
         """Record the group that holds the saves of one forward of `site`."""
@@ -202,7 +202,7 @@ class RankBalance:
         for site in reversed(tuple(moved_bytes)):
             if less_bytes <= 0:
                 break
-            # Also keep a site that offloaded nothing: it may share storages with an earlier site, and offload them instead.
+            # Also keep sites that offloaded nothing: they would offload storages that they share with an earlier kept site.
             kept.append(site)
             less_bytes -= moved_bytes[site]
         self._actions.set((dict.fromkeys(moved_bytes, Action.OFFLOAD) | dict.fromkeys(kept, Action.KEEP)).items())
@@ -218,7 +218,7 @@ class RankBalance:
 def list_selected_tags(config: OffloadConfig, plan: OffloadPlan | None) -> tuple[str, ...]:
     """Return the tags whose tensors may be offloaded: the plan's tags, or the config's tags if there is no plan.
 
-    A plan overrides the config's tags, because flag files set tags for runs without a plan. `auto` selects all tested tags.
+    A plan overrides the config's tags, because a flag file may also serve runs without a plan. `auto` selects all tested tags.
     """
     if plan is None and config.is_auto:
         return tuple(tag.name for tag in config.tags if tag.name not in _NEVER_AUTO)

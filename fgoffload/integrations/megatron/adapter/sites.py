@@ -115,7 +115,7 @@ def _has_linears(module: Any) -> bool:
 def has_op_fuser(module: Any) -> bool:
     """Return whether `module` uses Transformer Engine's op fuser, which does not call the module's linears.
 
-    A dense MLP that is built for the op fuser has `_make_fused_impl`. Experts that support it (0.20) have `_fused_forward`.
+    A dense MLP built for the op fuser has `_make_fused_impl`. Experts that support the fuser (0.20) have `_fused_forward`.
     """
     config = getattr(module, "config", None)
     can_fuse = hasattr(module, "_fused_forward") and getattr(config, "use_transformer_engine_op_fuser", False)
@@ -128,11 +128,11 @@ def is_quantized(config: Any) -> bool:
 
 
 def choose_saved_inputs(patches: Patches, experts: Any, offloaded: Sequence[str]) -> None:
-    """Choose whether the grouped linears of `experts` save their whole input or a tensor per expert.
+    """Choose whether each grouped linear of `experts` saves its input as one tensor or as one tensor per expert.
 
-    With bf16, they save the whole input. Views for 16 experts use as much memory, and add 2 ms of host time per layer and
-    microbatch while the device is idle, because the host has just waited for the routing. With FP8, they save a tensor per
-    expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
+    With bf16, each linear saves one tensor. Views for 16 experts use as much memory, and add 2 ms of host time per layer and
+    microbatch while the device is idle, because the host has just waited for the routing. With FP8, each linear saves a copy
+    per expert, which takes half the memory. Delayed scaling also rejects whole inputs, which Megatron's own engine requests.
 
     Source: `TEGroupedMLP.__init__`, megatron-core 0.16.1; `GroupedLinear`, Transformer Engine 2.20.
     """

@@ -11,7 +11,7 @@ new plan is made at once. If its microbatches are larger, the step is measured f
 A model that needs a budget may not fit with all activations on the GPU. So the measured step keeps a layer on the GPU only if
 the budget has room for it, with a reserve for unknown memory. All tags of the other layers are offloaded, as far as host memory
 allows. Their measured bytes are exact, but their times include waits for copies. These times are used only if no layer of the
-same kind in the model chunk stayed on the GPU. If the step does not fit even then, it fails, as it would with every tag
+same kind in the model chunk stayed on the GPU. If the step does not fit despite these offloads, it fails, as with every tag
 selected. A later measurement ([Note: Two plans] in `measured_plans`) must not fail, because a plan that fits is in use. So a
 simulation finds which layers may stay on the GPU. If the step would not fit at all, it is not measured.
 
@@ -79,7 +79,7 @@ class AutoOffload(StepMeasurement):
         self._measured: MeasuredStep | None = None
         self._link: LinkProfile | None = None
         self._static_bytes = 0
-        """Allocated bytes when the measured step begins, or parameter and gradient bytes if the device counts no memory."""
+        """Allocated bytes when the measured step begins, or parameter and gradient bytes if the device cannot count memory."""
         self._staying: Layers | None = None
         """Layers that may stay on the GPU in a measured step; None keeps as many as fit."""
         self._step_end_s = 0.0
@@ -95,7 +95,7 @@ class AutoOffload(StepMeasurement):
         self._checks_left = 0
         """Number of plans that may still be checked after their first step."""
         self._excess_bytes = 0
-        """Maximum bytes by which a step exceeded its prediction. Later plans leave that much free."""
+        """Maximum bytes by which a step's peak exceeded its prediction. Later plans leave that much free."""
         self._seconds: list[float] | None = None
         """Duration of each full step under the plan in use, in seconds; None if no other plan will be compared with it."""
         self._start_s = 0.0
@@ -105,11 +105,11 @@ class AutoOffload(StepMeasurement):
         self._checked_peaks: Mapping[int, int] = {}
         """Peak of the first step under the plan in use, by pipeline rank; empty if that step was not checked."""
         self._is_offloaded = False
-        """Whether the current layer of the measured forward is offloaded."""
+        """Whether the tensors of the current layer are offloaded in the measured forward."""
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Make a plan after a measured step. Make another plan if this step or the last one exceeds the plan in use.
+        """Make a plan after a measured step, or if this step is larger than planned or the last one exceeded the budget.
 
         Raises:
             PlanError: No plan fits the budget. All processes raise it.
@@ -144,7 +144,7 @@ class AutoOffload(StepMeasurement):
             self._peak_bytes = self._memory.count_peak()
 
     def find_layer(self, lane: Lane, chunk: int, number: int, hidden: torch.Tensor) -> AbstractContextManager[None]:
-        """Return a context manager that records a layer and may offload it. See [Note: A step that does not fit]."""
+        """Return a context manager that records a layer and may offload its tensors. See [Note: A step that does not fit]."""
         recorder = self._recorder
         may_stay = self._staying is None or (chunk, number) in self._staying
         self._is_offloaded = recorder is not None and not (may_stay and self._has_room(recorder))
@@ -154,7 +154,7 @@ class AutoOffload(StepMeasurement):
         return recorder.layer(chunk, number, hidden, inner=watch if isinstance(watch, Saving) else None)
 
     def find_region(self, site: Site, lane: Lane) -> Region | None:
-        """Return a region that records a site. It wraps the engine's region if the layer is offloaded."""
+        """Return a region that records a site. If the layer is offloaded, it wraps the engine's region."""
         if self._recorder is None or not self._is_offloaded:
             return super().find_region(site, lane)
         return self._recorder.find_region(site, lane, inner=self._engine.find_region(site, lane))

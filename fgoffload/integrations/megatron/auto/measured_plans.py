@@ -39,7 +39,7 @@ from fgoffload.transfer_schedule import TransferPolicy
 from fgoffload.units import format_bytes, format_ms
 
 Layers = frozenset[tuple[int, int]]
-"""Set of layers, each by chunk and number."""
+"""Set of layers, each identified by its chunk and number."""
 
 TIMED_STEPS = 3
 """Number of timed steps of each plan, after its first step. A median of three ignores one outlier."""
@@ -113,7 +113,7 @@ class MeasuredStep:
     policy: TransferPolicy
 
     def join_extra_bytes(self, other: "MeasuredStep") -> "MeasuredStep":
-        """Return a copy whose segments have the larger temporary bytes of this step and the older step `other`.
+        """Return a copy in which each segment has the larger of its temporary bytes in this step and in the older step `other`.
 
         The temporary bytes of an offloaded layer are unknown, but the layer may have stayed on the GPU in the older step.
         """
@@ -209,7 +209,7 @@ def _order_layers(model: RankModel) -> list[tuple[int, int]]:
 
 
 def _join_extra_bytes(own: RankProfile, older: RankProfile) -> RankProfile:
-    """Return a copy of `own` whose segments have the larger temporary bytes of `own` and `older`."""
+    """Return a copy of `own` in which each segment has the larger of its temporary bytes in `own` and `older`."""
     known = {
         (chunk, layer.number, segment.name): segment
         for chunk, one in enumerate(older.chunks)

@@ -57,7 +57,7 @@ def check_recompute(units: Iterable[str], values: Mapping[str, Any], *, layer: i
 
 
 def read_graphs(values: Mapping[str, Any]) -> Graphs:
-    """Return the CUDA graph options under their names in megatron-core 0.19."""
+    """Return the CUDA graph options, converted from older versions to the names in megatron-core 0.19."""
     impl = str(values.get("cuda_graph_impl") or NO_GRAPHS)
     given = values.get("cuda_graph_modules")
     if given is None:

@@ -48,7 +48,7 @@ class GraphedLayers:
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, set[int]] = weakref.WeakKeyDictionary()
         """Microbatches of each layer whose outputs are marked to stay on the GPU."""
         self.find_region: Callable[[str], CapturedRegion | None] | None = None
-        """Returns the region of a tag in the layer that is being captured or warmed up. Otherwise this attribute is None."""
+        """Function that returns a tag's region in the layer that is being captured or warmed up; None at other times."""
         self._steps: weakref.WeakSet[Any] = weakref.WeakSet()
         """Megatron's schedule wrappers that have captured a full iteration."""
         self.is_replaying = False

@@ -3,7 +3,7 @@
 A token dispatcher synchronizes on the token counts, because only the device has the sizes of the experts' inputs. Forward
 cannot avoid the synchronization. A checkpoint recomputes the forward in backward and sends the same tokens to the same experts,
 so the host already has the counts. But Megatron requests them a second time. In backward, the host runs ahead of the device.
-This wait ends its lead, so the device may run out of queued kernels.
+Waiting for the counts again ends this lead, so the device may run out of queued kernels.
 
 [Note: Known counts]
 So we store the counts of a checkpointed forward, and its recompute uses them at once. The recompute still requests its own
@@ -39,7 +39,7 @@ _TE_USERS = ("megatron.core.transformer.moe.moe_layer", BLOCK_MODULE, RECOMPUTE_
 
 
 class _StoredCounts:
-    """Token counts of the first dispatcher in one checkpointed forward, in order."""
+    """Token counts of the first dispatcher in one checkpointed forward, in the order of its requests."""
 
     def __init__(self) -> None:
         self.counts: list[Any] = []
@@ -47,7 +47,7 @@ class _StoredCounts:
         self.position: int | None = None
         """Index of the next count in a recompute; None in forward, which is the first call."""
         self.requested: list[tuple[Any, Any]] = []
-        """Pairs of known and requested counts for the next wait."""
+        """Each known count that this recompute has used since its last wait, paired with the count that it requested."""
         self.is_past_first = False
         """Whether the current forward or recompute is past its first dispatcher."""
 
@@ -72,7 +72,7 @@ class KnownCounts:
     def __init__(self) -> None:
         self._local = threading.local()  # forward and recompute run on different threads
         self._requested: collections.deque[tuple[Any, list[tuple[Any, Any]]]] = collections.deque()
-        """Events recorded after copies of requested counts, with pairs of known and requested counts."""
+        """Counts to compare: an event that shows when the requested counts have arrived, and pairs (known, requested)."""
 
     def wrap(self, patches: Patches) -> None:
         """Wrap Megatron's checkpoints, and the methods with which dispatchers request counts.
@@ -83,7 +83,7 @@ class KnownCounts:
         """
         wrap_symbol(patches, PARALLEL, "checkpoint", self._checkpoint)
         for user in _TE_USERS:
-            # None or missing without Transformer Engine.
+            # Without Transformer Engine, `te_checkpoint` is None or missing.
             if importlib.util.find_spec(user) is not None and getattr(load_module(user), "te_checkpoint", None) is not None:
                 wrap_symbol(patches, user, "te_checkpoint", self._checkpoint)
         wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", self._move)

@@ -21,7 +21,7 @@ from fgoffload.integrations.megatron.adapter.regions import GetOffload
 from fgoffload.integrations.megatron.host_waits.host_writes import write_to_host
 
 NO_SHAPE = (0, 0, 0)
-"""Shape that Megatron sends if there is no tensor."""
+"""Shape that Megatron sends if a stage has no tensor to send."""
 
 
 def communicate(get_offload: GetOffload, original: Any, communicator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,12 +67,12 @@ def exchange_shapes(
     *,
     device: torch.device,
 ) -> tuple[Sequence[int], Sequence[int]]:
-    """Exchange the shapes of the next tensors with the neighbouring stages. Return the shapes from both neighbours.
+    """Exchange the shapes of the next tensors with the neighboring stages. Return the shapes from both neighbors.
 
-    Messages have the same order as in Megatron, so a neighbour may run Megatron's own method. Kernels write the shapes to the
+    Messages have the same order as in Megatron, so a neighbor may run Megatron's own method. Kernels write the shapes to the
     device and to the host, without the copy engines. `NO_SHAPE` stands for a missing tensor.
 
-    Source for the order: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1.
+    Source of the order: `_communicate_shapes` of megatron/core/pipeline_parallel/p2p_communication.py, megatron-core 0.16.1.
     """
     from_previous, from_next = (_make_buffer(device) if expected else None for expected in (recv_prev, recv_next))
     send, receive = torch.distributed.isend, torch.distributed.irecv

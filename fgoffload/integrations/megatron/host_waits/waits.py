@@ -31,7 +31,7 @@ class HeldWait(NamedTuple):
     """Class name of the dispatcher."""
     method: str
     occurs: Callable[[Any], bool] = lambda config: True
-    """Function that returns whether the host waits in a model with this config."""
+    """Function that returns, for a model's config, whether the host waits in this method."""
 
 
 _CHECKS = "megatron.core.rerun_state_machine:RerunStateMachine"
@@ -64,7 +64,7 @@ def wrap_waits(patches: Patches, get_offload: GetOffload) -> None:
     wrap_symbol(patches, _EXCHANGES, "_communicate", functools.partial(communicate, get_offload))
     wrap_symbol(patches, _EXCHANGES, "_communicate_shapes", communicate_shapes)
     require_symbol(_ROTARY, _ROTARY_METHOD)
-    # The development branch uses the lengths on the device. The host waits only if no maximum length is passed.
+    # The development branch uses the sequence lengths on the device. Its host waits only if no maximum length is passed.
     if "max_seqlen" not in inspect.signature(getattr(load_module(_ROTARY), _ROTARY_METHOD)).parameters:
         wrap_symbol(patches, _ROTARY, _ROTARY_METHOD, _apply_packed_rotary)
     wrap_symbol(patches, DISPATCHERS, "maybe_move_tensor_to_cpu", functools.partial(_move_to_cpu, get_offload, HostPages()))

@@ -2,7 +2,7 @@
 
 Megatron-Core marks its sites with `FineGrainedActivationOffloadingInterface`: a context manager around code that saves tensors,
 and a call that ends the group of these tensors, so that they may be offloaded. Many modules import that class by name, so we
-keep the class and replace its methods. The class has two generations, which end a group in different methods.
+keep the class and replace its methods. The class has two generations, which differ in the method that ends a group.
 """
 
 import functools

@@ -27,9 +27,9 @@ class Calls:
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self.get_offload = get_offload
         self.is_enabled = True
-        """Whether sites may offload; False between `disable_offload` and `enable_offload`."""
+        """Whether sites may be offloaded; False between `disable_offload` and `enable_offload`."""
         self._begun: dict[int, int] = {}
-        """Number of microbatches begun before offload was disabled, by chunk."""
+        """Number of microbatches that had begun when offload was disabled, by chunk."""
 
     def disable(self) -> None:
         """Disable offload during the warm-up of a CUDA graph. The warm-up does not belong to a step."""
@@ -105,7 +105,7 @@ def make_released_methods(calls: Calls) -> dict[str, Any]:
 
 
 def make_development_methods(calls: Calls) -> dict[str, Any]:
-    """Return the methods of 0.19 and of the development branch (0.20), where the context object also ends its group."""
+    """Return the methods of megatron-core 0.19 and 0.20 (the development branch), where the context object ends its group."""
 
     def init_chunk_handler(
         pp_rank: int,

@@ -111,7 +111,7 @@ def apply_to_script(
         environment: Environment variables. `LOCAL_RANK` selects this process's GPU.
 
     Raises:
-        ConfigError: A tag conflicts with a flag of the script.
+        ConfigError: A tag conflicts with one of the script's flags.
         IntegrationError: Megatron-Core is missing or lacks a symbol, or offload is already applied.
         PlanError: The plan file cannot be read.
     """

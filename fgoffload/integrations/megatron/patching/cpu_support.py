@@ -23,7 +23,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches, require_sy
 _logger = logging.getLogger(__name__)
 
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randint", "randn", "tensor", "zeros")
-"""Functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and similar ones."""
+"""Functions of `torch` that megatron-core 0.16.1 calls with `device="cuda"`, and similar functions."""
 
 _RANDOM = "megatron.core.tensor_parallel.random"
 

@@ -1,4 +1,4 @@
-"""Imports Megatron-Core, and hides warnings that users can do nothing about."""
+"""Imports Megatron-Core, and hides warnings that users cannot fix."""
 
 import contextlib
 import importlib
@@ -22,14 +22,14 @@ _EXPECTED_WARNINGS = (
     "full scope is deprecated",
     "If you are using transformer_engine",
     "moe_ffn_hidden_size is not set",
-    # Megatron's own router and linear layers call each other in a deprecated way.
+    # Megatron's own router and linear layers use deprecated calls.
     "Warning: tp_group is None",
     "MLP requires ffn_hidden_size",
     # Since 0.19, if a config is created before torch.distributed is initialized.
     "Could not determine rank from torch.distributed",
     "`torch.distributed.",
 )
-"""Beginnings of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
+"""Prefixes of warnings in megatron-core 0.16.1 to 0.19 that no flag causes or prevents."""
 
 _EXPECTED_LOGS = {
     # At import on a machine with a CUDA toolkit and no GPU.
@@ -37,7 +37,7 @@ _EXPECTED_LOGS = {
     # Since 0.19, about the model class of training scripts.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
-"""Beginnings of similar log lines, by logger."""
+"""Prefixes of log lines that are also hidden, keyed by logger name."""
 
 _DEVELOPER_WARNINGS = (DeprecationWarning, FutureWarning, SyntaxWarning)
 """Categories of warnings at import that only Megatron's developers can fix, for example about torch.jit.script."""

@@ -41,7 +41,7 @@ def require_symbol(owner: str, name: str) -> None:
 
 
 def get_owner(path: str) -> Any:
-    """Return the module or class with this path. See `Patches.replace`."""
+    """Return the module or class at this path. See `Patches.replace`."""
     module_name, _, class_name = path.partition(":")
     module = load_module(module_name)
     if not class_name:
