@@ -145,7 +145,9 @@ def _read_model_or_suggest(
             _suggest_layouts(console, checked, hardware, ("--ep", "--etp"), tuple(SHORT_FLAGS))
         raise
     if checked.model.suffix == ".json" and parallelism.world_size == 1 and not has_count:
-        show_line(f"{checked.model} does not set the number of GPUs, so 1 is assumed. Set it with --num-gpus.")
+        show_line(
+            f"{checked.model} does not set the number of GPUs, so 1 is assumed. For more, pass --num-gpus, --tp, --pp and --ep."
+        )
     return model, parallelism
 
 

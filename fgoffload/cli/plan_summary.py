@@ -1,5 +1,6 @@
 """Summarizes a plan in 80 columns: whether it fits, its cost, and the flags to train with it."""
 
+import dataclasses
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -101,7 +102,8 @@ def describe_use(solution: Solution, path: Path | None) -> str:
     if nearest is None:
         return f"{start}\nUse {own}\nNo combination of Megatron's own flags fits the budget."
     slower, peak = nearest.result.step_s / solution.result.step_s - 1, format_bytes(nearest.result.peak_bytes)
-    cost = f"{'as fast as' if slower < 0.0005 else f'{slower:.1%} slower than'} the plan, peak {peak}"
+    mark = "~" if slower < OVERHEAD_NOISE else ""
+    cost = f"{'as fast as' if slower < 0.0005 else f'{mark}{slower:.1%} slower than'} the plan, peak {peak}"
     flags = f"Megatron's own flags, {cost}:\n{fold_flags(nearest.flags.list_arguments() or ('(none)',))}"
     first, second = (flags, own) if slower < OVERHEAD_NOISE else (own, flags)
     return f"{start}\nRecommended: {first}\nOr {second}"
@@ -117,7 +119,10 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
     """Return the predictions for the plan file, in bytes and seconds."""
     nearest = report.solution.nearest
     return {
+        "run": subject.title,
         "budget_bytes": report.solution.budget_bytes,
+        "reserve_bytes": subject.reserve_bytes,
+        "host_budget": subject.host_budget,
         "step_uncertainty": find_uncertainty(subject),
         "settings": {name: _list_result(result) for name, result in {**report.baselines, PLAN: report.solution.result}.items()},
         "megatron_flags": None
@@ -128,12 +133,14 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
             | {"host_bytes": rank.host_peak_bytes}
             for rank in report.solution.result.ranks
         ],
+        "decisions": [{**dataclasses.asdict(one), "action": one.action.value} for one in report.solution.decisions],
     }
 
 
 def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
     """Return the predictions of a sweep, in bytes and seconds."""
     return {
+        "run": subject.title,
         "step_uncertainty": find_uncertainty(subject),
         "reserve_bytes": subject.reserve_bytes,
         "host_budget": subject.host_budget,

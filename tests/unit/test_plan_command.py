@@ -79,7 +79,7 @@ def test_without_a_feasible_plan_memory_per_rank_and_feasible_layouts_are_shown(
     config = write_config(tmp_path, num_hidden_layers=30)
     code, out, err = plan(capsys, config, "--gpu", "l40s")
     assert (code, find_row(out, "   0")[-1]) == (2, "48.00 GiB")
-    assert "does not set the number of GPUs, so 1 is assumed. Set it with --num-gpus.\n" in err
+    assert "does not set the number of GPUs, so 1 is assumed. For more, pass --num-gpus, --tp, --pp and --ep.\n" in err
     layouts = re.findall(r"^Would fit: (.*)$", out, re.MULTILINE)
     assert len(layouts) == 2
     for layout in layouts:  # each has a plan

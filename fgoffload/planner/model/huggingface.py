@@ -60,9 +60,12 @@ def read_huggingface_config(path: Path, *, seq_length: int = DEFAULT_SEQ_LENGTH)
             raise ConfigError(f"{path} is a plan, not a model. Use it with `fgoffload run SCRIPT.py --offload-plan {path}`.")
         nearest = difflib.get_close_matches(kind, KINDS, n=1, cutoff=0.75)
         hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        names = {**_FIELD_NAMES, **dict.fromkeys(("hidden_size", "num_attention_heads", "vocab_size"))}
+        sizes = {field.replace("_", "-"): document.get(name or field) for field, name in names.items()}
+        flags = " ".join(f"--{flag} {size}" for flag, size in sizes.items() if type(size) is int)
         raise ConfigError(
             f"{path}: model_type {document.get('model_type')!r} is not supported.{hint} Supported: {', '.join(KINDS)}. For any "
-            "other model, write an argument file such as arguments/llama3_8b.sh."
+            f"other model, write an argument file such as arguments/llama3_8b.sh{flags and f'. This config sets {flags}'}."
         )
     name = path.absolute().parent.name if path.name == "config.json" else path.stem
     read_kind, defaults = KINDS[kind]

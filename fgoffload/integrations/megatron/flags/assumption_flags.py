@@ -72,7 +72,8 @@ def make_parameter_state(values: Mapping[str, Any], *, has_optimizer: bool) -> P
     fraction = values.get("optimizer_offload_fraction", 1.0) if values.get("optimizer_cpu_offload") else 0.0
     if fraction:
         logger.warning(
-            "--optimizer-cpu-offload: the CPU update and its copies are not modeled, so predicted times are too short."
+            "--optimizer-cpu-offload: the CPU update and its copies are not modeled, so predicted times are too short. The "
+            "host budget does not include the optimizer's host memory."
         )
     if (name := values.get("optimizer", "adam")) != "adam":
         logger.warning("--optimizer %s: the sizes of its states are unknown, so a plan assumes those of Adam.", name)

@@ -158,7 +158,7 @@ class FlagParser(argparse.ArgumentParser):
         if rest.startswith(prefix):
             flag, rest = flag.partition("/")[0], f"takes no value, but has {rest.removeprefix(prefix)}. Remove the value."
         if rest.startswith("'$"):
-            rest = "is computed from a variable that the script does not set. Set the variable, or pass a number."
+            rest = "is computed in a way that fgoffload does not evaluate, or from an unset variable. Pass a number."
         raise ConfigError(add_source(self.source, f"{flag} {rest}" if rest else message))
 
     def _refuse_unknown(self, word: str) -> NoReturn:
