@@ -150,7 +150,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
         has_sequence_parallel=parallelism.has_sequence_parallel,
     )
     untagged = [tensor for number in chunk.layers for tensor in list_untagged_tensors(layers.get_shape(number))]
-    # Count storages that all layers share only once.
+    # Count shared storages once, not once per layer.
     own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
     own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
     last: tuple[Segment, ...] = ()

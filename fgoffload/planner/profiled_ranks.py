@@ -43,7 +43,7 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Fit the fraction by which copies slow compute to a profile's compared steps. Return None if it has none."""
+    """Fit the fraction by which copies slow compute to a profile's compared steps. Return None if there are none."""
     # Compared steps always use the default window and prefetch.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 

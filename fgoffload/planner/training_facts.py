@@ -10,7 +10,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
-    """Return the settings for `OffloadPlan.made_for`, keyed by Megatron's config names. Omit those of parts the model lacks."""
+    """Return the settings for `OffloadPlan.made_for`, keyed by Megatron's config names. Omit those that the model lacks."""
     sizes = parallelism
     facts: dict[str, int | str] = {
         "num_layers": model.num_layers,

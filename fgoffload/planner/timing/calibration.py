@@ -8,7 +8,7 @@ step is too long, we shorten the forward segments that hooks may have delayed.
 
 If the step is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak
 over many steps occurs when forward runs at the device's pace and copies are furthest behind. With the missing time in forward,
-predicted peaks of W2 on an H200 would be up to 3.6% too low. As it is, they are within 0.8% of measured peaks.
+predicted peaks of W2 on an H200 would be up to 3.6% too low. Our predictions are within 0.8%.
 
 [Note: Power limit]
 If no layer synchronizes, the host runs far ahead, so the missing time is device time. A profile stalls the device before each
@@ -26,7 +26,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
 
 LEAST_FORWARD_PART = 1 / 3
-"""Minimum forward time of a segment on the device, as a fraction of its backward time, unless it measured less. Hooks
+"""Minimum device time of a segment's forward, as a fraction of its backward time, unless the measured time is lower. Hooks
 hardly lengthen backward. Without hooks, backward takes twice as long as forward for a matrix product, and 2.7 times as long for
 fused attention (measured on an H200)."""
 

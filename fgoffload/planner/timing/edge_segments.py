@@ -26,7 +26,7 @@ class EdgeShape:
     hidden_size: int  # channels of the hidden states
     vocab_size: int  # rows of the embedding over all ranks, padded as in Megatron
     tensor_parallel_size: int = 1  # ranks that shard the vocabulary
-    has_sequence_parallel: bool = True  # whether these ranks also shard the sequence in the layers between
+    has_sequence_parallel: bool = True  # whether these ranks also shard the sequence, as with `--sequence-parallel`
 
     @property
     def hidden_bytes(self) -> int:
@@ -57,7 +57,7 @@ def make_first_segments(edge: EdgeShape, clock: Clock) -> tuple[Segment, ...]:
 def make_last_segments(
     edge: EdgeShape, clock: Clock, *, execution: Execution = DEFAULT_EXECUTION, extra: ExtraBytes = _NO_BYTES
 ) -> tuple[Segment, ...]:
-    """Return the segments after the last layer: final norm, and output layer with loss. `extra` is for the latter."""
+    """Return the segments after the last layer: the final norm, and the output layer with the loss (temporaries: `extra`)."""
     hidden, share = edge.hidden_bytes, edge.vocab_size // edge.tensor_parallel_size
     linear = Linear(rows=edge.tokens, inputs=edge.hidden_size, outputs=share)
     ring, logits = list_ring_pass(edge.gathered_bytes, edge.tensor_parallel_size), edge.tokens * share

@@ -226,7 +226,7 @@ def _strip(name: str) -> str:
 
 
 def _load_table(table: str) -> None:
-    """Load the built-in devices. Each device must come after its `base`, and no two devices can share a name."""
+    """Load the built-in devices. Each device must come after its `base`, and no two devices may share a name."""
     for key, fields in json.loads(table).items():
         source = f"hardware.json, device {key!r}"
         driver_name = fields.pop("driver", key)

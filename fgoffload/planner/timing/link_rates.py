@@ -9,7 +9,7 @@ from fgoffload.planner.timing.hardware import Hardware, get_rate
 _NOMINAL_BYTES_PER_S = 64e9
 
 D2H_SHARE = 47e9 / _NOMINAL_BYTES_PER_S
-"""Fraction of the nominal rate that copies to the host reach. Source: on one H100, copies reach 47 to 55 GB/s."""
+"""Fraction of the nominal rate that copies to the host reach. Source: the lowest of 47 to 55 GB/s measured on one H100."""
 
 H2D_SHARE = 53e9 / _NOMINAL_BYTES_PER_S
 """Fraction of the nominal rate that copies to the device reach. Source: 53 GB/s, on the same H100."""

@@ -42,7 +42,7 @@ HIDING_PART = 0.9
 """Fraction of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Segments without a tag, mapped to the tag of the module that CUDA graphs capture them with."""
+"""Segments without a tag, mapped to the tagged segment that CUDA graphs capture together with them."""
 
 
 def make_layer_model(

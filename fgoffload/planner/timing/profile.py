@@ -1,4 +1,4 @@
-"""Profile of a training run: link rates, and the times and bytes of each layer on each pipeline rank.
+"""Profile of a training run: link measurements, and the times and bytes of each layer on each pipeline rank.
 
 `fgoffload profile` writes a profile, and `--offload-modules auto` measures one in the first step. A profile uses the types of
 the simulator and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges similar layers:
@@ -36,7 +36,7 @@ CPU = "CPU"
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches. Bytes differ by more only if routing is far out of balance."""
+few percent between microbatches. Bytes differ by more than this only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
