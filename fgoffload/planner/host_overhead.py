@@ -22,11 +22,11 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 GROUP_S = 3.7e-3
 """Host delay per offloaded group, in seconds, divided by how far the slowdown exceeds `COMPUTE_SLOWDOWN`. At 0.1 above it, each
-group delays the host by 0.37 ms. Source: fits to the compared steps of four runs on H100s give values of 3.6 to 4.0 ms."""
+group delays the host by 0.37 ms. Source: the compared steps of four runs on H100s imply 3.6 to 4.0 ms."""
 
 LAUNCH_BOUND_SLOWDOWN = 0.1
-"""Assumed fraction by which copies slow compute on a launch-bound host that was not measured. Source: fits to the compared
-steps of four runs of W2 on H100s give 0.09 to 0.15 (docs/concepts/planner.md)."""
+"""Assumed fraction by which copies slow compute on a launch-bound host that was not measured. Source: the compared
+steps of four runs of W2 on H100s imply 0.09 to 0.15 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
 """Maximum fitted fraction by which copies slow compute. Steps that imply a larger fraction were slow for other reasons."""

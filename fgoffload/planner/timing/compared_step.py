@@ -17,7 +17,7 @@ class SiteAction:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedStep:
-    """Step times under a plan and of the baseline, measured in alternating steps of one run."""
+    """Step times under a plan and of the baseline, measured alternately in the same run."""
 
     sites: tuple[SiteAction, ...]  # rows of the plan; other sites stay on the GPU
     loss_window_bytes: int | None = None  # as in `OffloadPlan`
