@@ -2,7 +2,7 @@
 
     from fgoffload.planner import Hardware, ModelShape, Parallelism, plan
 
-`entry` has a complete example; docs/concepts/planner.md explains the planner. W2 is the model of arguments/w2_moe.sh. Folders:
+`entry` has an example; docs/concepts/planner.md explains the planner. W2 is the model that arguments/w2_moe.sh trains. Folders:
 
 | folder | contents | start with |
 |---|---|---|

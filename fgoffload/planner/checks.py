@@ -9,7 +9,7 @@ LARGEST_SIZE = 10**8
 """Maximum number of channels, heads, experts, tokens, sequences or ranks. Products of larger numbers overflow in the solver."""
 
 SLOWEST_PER_S, FASTEST_PER_S = 1e6, 1e21
-"""Allowed range of bytes or operations per second, far wider than devices need. Outside it, times overflow or underflow."""
+"""Allowed range of bytes or operations per second, far wider than real devices need. Outside it, times over- or underflow."""
 
 
 def check_count(name: str, count: object, *, least: int = 1, most: int | None = None) -> None:
@@ -41,7 +41,7 @@ def check_rate(name: str, rate: object) -> None:
 
 
 def check_device_rate(name: str, rate: float | None) -> None:
-    """Reject a rate from a file unless `check_rate` accepts it and it is within the allowed range."""
+    """Reject a rate from a file unless it is None or a number within the allowed range."""
     check_rate(name, rate)
     if rate is not None and not SLOWEST_PER_S <= rate <= FASTEST_PER_S:
         raise ConfigError(

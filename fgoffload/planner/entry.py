@@ -43,10 +43,10 @@ from fgoffload.planner.training_facts import list_facts
 class PlanReport:
     """A plan, its prediction, and the baselines to compare it with."""
 
-    ranks: tuple[RankModel, ...]  # the planned ranks, with the host budget set
+    ranks: tuple[RankModel, ...]  # pipeline ranks that the plan covers, with the host budget set
     baselines: Mapping[str, StepResult]
-    """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They may exceed the memory budget. Once the
-    host budget is used up, further tensors stay on the GPU."""
+    """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They can exceed the memory budget. Once
+    `offload everything` has used up the host budget, further tensors stay on the GPU."""
     solution: Solution
 
 
@@ -71,7 +71,7 @@ def plan(
 
     Raises:
         ConfigError: An argument is invalid, or the device lacks a rate that the prediction needs.
-        PlanError: No plan fits. The message names a rank, how far it exceeds the budget, and the smallest budget with a plan.
+        PlanError: No plan fits. The message names a rank, its excess over the budget, and the smallest budget that has a plan.
     """
     ranks = build_ranks(model, parallelism, hardware, assumptions=assumptions)
     report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes)
@@ -86,7 +86,7 @@ def plan_ranks(
     host_budget_bytes: int | None = None,
     layer_passes: int = DEFAULT_LAYER_PASSES,
 ) -> PlanReport:
-    """Return the fastest plan found for `ranks`, for example those of a profile. `layer_passes` sets the search effort."""
+    """Return the fastest plan found for `ranks`, for example the ranks of a profile. `layer_passes` sets the search effort."""
     solution = solve(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=layer_passes)
     if host_budget_bytes is not None:
         ranks = [dataclasses.replace(rank, host_budget_bytes=host_budget_bytes) for rank in ranks]

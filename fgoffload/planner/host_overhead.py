@@ -1,13 +1,13 @@
 """Models the overhead of offload on a launch-bound host: how much copies slow compute, and the delay per offloaded group.
 
 [Note: Cost of copies on a launch-bound host]
-Copies slow a GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies compete for host memory, and
-each offloaded group adds CPU work. If token dispatchers synchronize in each layer, that delay is on the critical path. It
-differs by machine, so we measure it in the run itself: a profile includes a few steps under plans, alternating with baseline
-steps. We fit one number to all steps, the fraction by which copies slow compute. This fraction also sets the delay per group,
-through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a cost per group alone
-mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into memory, so we fit to
-steps under the first plan only.
+We assume that copies slow the GPU by only 1% (`timing/link_rates.py`). They slow a launch-bound CPU more: copies use host
+memory bandwidth, and each offloaded group adds CPU work. If token dispatchers synchronize in each layer, this work delays the
+GPU. The delay differs between machines, so we measure it in the run itself: a profile includes a few steps under plans,
+alternating with baseline steps. To these compared steps we fit one number, the fraction by which copies slow compute. It also
+sets the delay per group, through `GROUP_S`. A cost per byte alone mispredicts plans with few large groups by up to 5%, and a
+cost per group alone mispredicts them by 3% (docs/decisions.md). In a run that makes its own plan, the baseline may not fit into
+memory, so we fit only to steps under the first plan.
 """
 
 import dataclasses
@@ -21,21 +21,21 @@ from fgoffload.planner.timing.compared_step import ComparedStep
 from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 GROUP_S = 3.7e-3
-"""Host delay per offloaded group, in seconds per unit of slowdown beyond the GPU's own. For example, a slowdown 0.1 above the
-GPU's delays the host by 0.37 ms per group. Source: compared steps of four runs on H100s give 3.6 to 4.0 ms."""
+"""Host delay per offloaded group, in seconds, divided by how far the slowdown exceeds `COMPUTE_SLOWDOWN`. At 0.1 above it, each
+group delays the host by 0.37 ms. Source: the compared steps of four runs on H100s imply 3.6 to 4.0 ms."""
 
 LAUNCH_BOUND_SLOWDOWN = 0.1
-"""Fraction by which we assume that copies slow compute on a launch-bound host that was not measured. Source: compared steps of
-four runs of W2 on H100s give 0.09 to 0.15 (docs/concepts/planner.md)."""
+"""Assumed fraction by which copies slow compute on a launch-bound host that was not measured. Source: the compared
+steps of four runs of W2 on H100s imply 0.09 to 0.15 (docs/concepts/planner.md)."""
 
 MOST_SLOWDOWN = 0.25
-"""Maximum fitted fraction by which copies slow compute. Steps that imply a larger one were slow for other reasons."""
+"""Maximum fitted fraction by which copies slow compute. Steps that imply a larger fraction were slow for other reasons."""
 
 LEAST_EFFECT = 0.025
-"""The fit uses a step only if `MOST_SLOWDOWN` lengthens the step by at least this fraction of the baseline step. In a step with
-few copies, 1% of noise would look like a slowdown of 0.1 or more."""
+"""The fit uses a step only if a slowdown of `MOST_SLOWDOWN` would lengthen it by at least this fraction of the baseline step.
+In a step with fewer copies, 1% of noise would look like a slowdown of 0.1 or more."""
 
-_PRECISION = 1e-3  # tolerance of the fitted fraction; a plan's step time changes by about 0.1%
+_PRECISION = 1e-3  # tolerance of the fitted fraction, which changes simulated step times by about 0.1%
 
 
 class HostGuess(enum.Enum):
@@ -55,13 +55,13 @@ def assume_host(ranks: Sequence[RankModel], guess: HostGuess) -> tuple[RankModel
 
 
 def slow_down(ranks: Sequence[RankModel], slowdown: float) -> tuple[RankModel, ...]:
-    """Return `ranks` whose copies slow compute by at least the fraction `slowdown`, with the matching delay per group."""
+    """Return `ranks` with copies slowing compute by at least the fraction `slowdown`, and with the matching delay per group."""
     return tuple(_slow_down_rank(rank, slowdown) for rank in ranks)
 
 
 def _slow_down_rank(rank: RankModel, slowdown: float) -> RankModel:
     link = dataclasses.replace(rank.link, compute_slowdown=max(rank.link.compute_slowdown, slowdown))
-    # A host that runs a pass or more ahead hides its work per group.
+    # A host that runs a pass or more ahead of the GPU does its work per group without delaying the GPU.
     group_s = 0.0 if rank.host_pace in (HostPace.PASS_AHEAD, HostPace.STEP_AHEAD) else find_group_s(slowdown)
     return dataclasses.replace(rank, link=link, late=rank.late._replace(group_s=max(rank.late.group_s, group_s)))
 
@@ -74,8 +74,8 @@ def find_group_s(slowdown: float) -> float:
 def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> float:
     """Fit the fraction by which copies slow compute, so that simulated step times match those of the measured `steps`.
 
-    Steps with too few copies are ignored. The result lies between the slowdown of the ranks' link and `MOST_SLOWDOWN`. If no
-    step is usable, the result is the slowdown of the link.
+    Steps with too few copies are ignored. The result lies between the `compute_slowdown` of the ranks' links and
+    `MOST_SLOWDOWN`. If no step is usable, the result is that `compute_slowdown`.
     """
     baseline_s = simulate(_cancel_at_loss(ranks), NOTHING).step_s
     return _find_slowdown(ranks, [(step.plan, baseline_s + step.step_s - step.keeping_step_s) for step in steps])
@@ -84,7 +84,7 @@ def fit_slowdown(ranks: Sequence[RankModel], steps: Sequence[ComparedStep]) -> f
 def fit_slowdown_to_step(ranks: Sequence[RankModel], plan: OffloadPlan, *, step_s: float) -> float:
     """Fit the slowdown to the measured time `step_s` of steps under a single plan.
 
-    The slowdown then includes all other delays in the step. `fit_slowdown` excludes them, but needs baseline steps.
+    The fitted slowdown then also reflects all other delays in the step. `fit_slowdown` excludes them, but needs baseline steps.
     """
     return _find_slowdown(ranks, [(plan, step_s)])
 
@@ -114,5 +114,5 @@ def _is_sensitive(ranks: Sequence[RankModel], plan: OffloadPlan) -> bool:
 
 
 def _cancel_at_loss(ranks: Sequence[RankModel]) -> list[RankModel]:
-    """Return `ranks` that cancel unfinished offloads at the loss, as measured steps do, unless a plan sets a limit."""
+    """Return `ranks` that cancel unfinished offloads at the loss, as in measured steps. A plan's own limit takes precedence."""
     return [dataclasses.replace(rank, turn=Turn.CANCEL) for rank in ranks]

@@ -45,7 +45,7 @@ class Assumptions:
     reserve_bytes: int = DEFAULT_RESERVE_BYTES  # memory for the CUDA context, NCCL and fragmentation, in bytes
     policy: TransferPolicy = dataclasses.field(default_factory=TransferPolicy)  # the engine's window and prefetch
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """A group offloads a storage only if it saves at least this many of its elements; otherwise it stays on the GPU."""
+    """A storage stays on the GPU if its group saves fewer than this many of the storage's elements."""
     execution: Execution = dataclasses.field(default_factory=Execution)
     """Execution options of layers. `build_ranks` overrides the context parallel size, expert overlap and attention window."""
     graphs: Graphs = NO_CAPTURE  # modules that CUDA graphs capture
@@ -150,7 +150,7 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
         has_sequence_parallel=parallelism.has_sequence_parallel,
     )
     untagged = [tensor for number in chunk.layers for tensor in list_untagged_tensors(layers.get_shape(number))]
-    # Storages that all layers share count once.
+    # Count shared storages once, not once per layer.
     own_bytes = sum(tensor.size_bytes for tensor in untagged if not tensor.is_same_in_all_layers)
     own_bytes += sum({tensor.name: tensor.size_bytes for tensor in untagged if tensor.is_same_in_all_layers}.values())
     last: tuple[Segment, ...] = ()
@@ -170,16 +170,16 @@ def _build_chunk(chunk: StageChunk, layers: _LayerModels) -> ChunkModel:
 
 
 def _count_update_s(static: StaticMemory, clock: Clock) -> float:
-    """Return the seconds of an optimizer step, which reads the gradients, and reads and writes its state and the weights."""
+    """Return the seconds the optimizer needs to read the gradients, and to read and write its state and the weights."""
     if not static.optimizer_bytes:
         return 0.0
     return (static.gradient_bytes + 2 * (static.optimizer_bytes + static.weight_bytes)) / clock.memory_bytes_per_s
 
 
 def _count_exchange_s(parameters: RankParameters, chunks: Sequence[ChunkModel], layers: _LayerModels) -> float:
-    """Return the exposed seconds of reducing gradients and gathering weights among data-parallel ranks.
+    """Return the seconds of gradient reduction and weight gathering among data-parallel ranks that compute does not hide.
 
-    `--overlap-grad-reduce` and `--overlap-param-gather` hide the rest behind a rank's last backward and first forward.
+    With `--overlap-grad-reduce` and `--overlap-param-gather`, a rank's last backward and first forward hide the rest.
     """
     sizes = layers.parallelism
     segments = [one for chunk in chunks for layer in chunk.layers for one in layer.model.segments]
@@ -205,9 +205,9 @@ def count_ranks_per_node(hardware: Hardware, world_size: int) -> int:
 
 
 def count_host_bytes_per_node(host_peaks_bytes: Sequence[int], *, hardware: Hardware, world_size: int) -> int:
-    """Return the peak host bytes of the fullest node, which is the sum of its ranks' peaks.
+    """Return the highest peak of host bytes among nodes. A node's peak is the sum of its ranks' peaks.
 
-    The ranks of a node have adjacent numbers, and so do the ranks of a pipeline stage.
+    The ranks of a node are numbered consecutively, and so are the ranks of a pipeline stage.
 
     Source: `initialize_model_parallel` of megatron-core 0.16.1, with its default order tp-cp-ep-dp-pp.
     """

@@ -2,7 +2,7 @@
 
 `make_rank_model` calibrates a single rank against the plain step, which runs without measurement hooks. Ranks of a pipeline
 wait for each other, so only a simulation of all ranks can be compared with the plain step. The same holds for compared steps
-([Note: Cost of copies on a launch-bound host]).
+(see [Note: Cost of copies on a launch-bound host]).
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ def make_rank_models(
     """Return the models of all pipeline ranks of a profile, for the simulator and the solver.
 
     If the profile has a plain step, times are calibrated so that the simulated baseline matches it. With several stages, we add
-    the missing time to the end of every rank's step, in proportion to the number of passes, because the host delays all passes.
-    If the plain step is shorter than the simulated baseline, measurement hooks delayed an unknown rank, and times are not
-    adjusted. Compared steps set the fraction by which copies slow compute, and the delay per group.
+    the missing time to the end of every rank's step, scaled to `microbatches`, because the host delays every pass. If the plain
+    step is shorter than the simulated baseline, the measurement hooks delayed a rank, but we cannot tell which, so times are
+    not adjusted. Compared steps determine the fraction by which copies slow compute, and the delay per group.
 
     Args:
         profile: Profile of a training run.
@@ -43,7 +43,7 @@ def make_rank_models(
 
 
 def find_host_slowdown(profile: Profile) -> float | None:
-    """Fit the fraction by which copies slow compute to a profile's compared steps. Return None without such steps."""
+    """Fit the fraction by which copies slow compute to a profile's compared steps. Return None if there are none."""
     # Compared steps always use the default window and prefetch.
     return fit_slowdown(_make_measured(profile), profile.compared_steps) if profile.compared_steps else None
 
@@ -62,5 +62,5 @@ def _find_missing_s(profile: Profile, planned: Pipeline) -> float:
 
 
 def _count_passes(pipeline: Pipeline) -> int:
-    """Return the length of a step in forwards, including the pipeline fill."""
+    """Return the length of a step as a number of forward passes, including the pipeline fill."""
     return pipeline.microbatches * pipeline.chunks + pipeline.stages - 1

@@ -1,7 +1,7 @@
 """Lists the settings of a training run that a plan depends on. A run with other settings rejects the plan.
 
-The list omits the choice of bf16 or fp16 and the FP8 format, because they change neither sizes nor speed. It omits gradient and
-optimizer memory, because Megatron's model config lacks it.
+The list omits the choice of bf16 or fp16 and the FP8 format, because they change neither sizes nor speed. It omits the settings
+for gradient and optimizer memory, because they are not in Megatron's model config.
 """
 
 from fgoffload.plan import FP8_RECIPE, MICROBATCHES, NO_FP8, PARAMETER_BYTES, TOKENS
@@ -10,7 +10,7 @@ from fgoffload.planner.model.parallelism import Parallelism
 
 
 def list_facts(model: ModelShape, parallelism: Parallelism) -> dict[str, int | str]:
-    """Return the settings for `OffloadPlan.made_for` keyed by Megatron's config names, without parts that the model lacks."""
+    """Return the settings for `OffloadPlan.made_for`, keyed by Megatron's config names. Omit those that the model lacks."""
     sizes = parallelism
     facts: dict[str, int | str] = {
         "num_layers": model.num_layers,

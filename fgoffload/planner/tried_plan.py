@@ -23,5 +23,5 @@ class Tried:
 
 
 def describe_tried(first: Tried, second: Tried, *, made: tuple[str, str]) -> str:
-    """Return a comparison of the steps of two plans, as text for the log."""
+    """Return a log message that compares measured steps under two plans. `made` says how each plan was made."""
     return f"a step takes {first.describe()} under the plan {made[0]}, and {second.describe()} under the plan {made[1]}"

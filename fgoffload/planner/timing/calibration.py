@@ -1,22 +1,22 @@
 """Calibrates profiled layers against the plain step, which runs without measurement hooks.
 
 [Note: Launch delays]
-A profile measures forward with hooks, and takes the minimum of each segment over similar layers. The simulated step is too
+A profile measures forward with hooks, and takes each segment's minimum over similar layers. The simulated step is too
 short if forward is launch-bound even without hooks, and too long if the hooks delayed every layer. Both errors are in forward,
 where the host synchronizes on each MoE layer's token counts. In backward the host runs ahead of the device. If the simulated
 step is too long, we shorten the forward segments that hooks may have delayed.
 
 If the step is too short, we add the missing time to the step, not to forward. Only some steps are launch-bound, so the peak
 over many steps occurs when forward runs at the device's pace and copies are furthest behind. With the missing time in forward,
-predicted peaks of W2 on an H200 are up to 3.6% too low; without it they are within 0.8%.
+predicted peaks of W2 on an H200 would be up to 3.6% too low. Our predictions are within 0.8%.
 
 [Note: Power limit]
 If no layer synchronizes, the host runs far ahead, so the missing time is device time. A profile stalls the device before each
 forward segment, and a device at its power limit runs faster after a pause: 5% faster for Llama 3 8B on an H100. So we scale all
-compute of a microbatch, recompute included, by one factor. A device may also reach its power limit if layers synchronize, but a
+compute of a microbatch, recompute included, by one factor. A device can also reach its power limit if layers synchronize, but a
 profile cannot separate the two effects, so we attribute both to the host.
 
-A recompute keeps the measured forward time, because the host launches it together with backward.
+When we shorten forward, a recompute keeps the measured time, because the host launches it together with backward.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from fgoffload.planner.ranks.layer_model import LayerModel, Segment
 from fgoffload.planner.ranks.rank_model import ChunkModel
 
 LEAST_FORWARD_PART = 1 / 3
-"""Minimum forward time of a segment on the device, as a fraction of its backward, unless the measured time is lower. Hooks
+"""Minimum device time of a segment's forward, as a fraction of its backward time, unless the measured time is lower. Hooks
 hardly lengthen backward. Without hooks, backward takes twice as long as forward for a matrix product, and 2.7 times as long for
 fused attention (measured on an H200)."""
 

@@ -21,8 +21,8 @@ class ComparedStep:
 
     sites: tuple[SiteAction, ...]  # rows of the plan; other sites stay on the GPU
     loss_window_bytes: int | None = None  # as in `OffloadPlan`
-    step_s: float  # seconds per step under the plan: median on the slowest process
-    keeping_step_s: float  # seconds per step of the baseline, measured in the same way
+    step_s: float  # median seconds per step under the plan, on the slowest process
+    keeping_step_s: float  # median seconds per step of the baseline, on the slowest process
 
     def __post_init__(self) -> None:
         for name in ("step_s", "keeping_step_s"):
@@ -33,7 +33,7 @@ class ComparedStep:
 
     @property
     def plan(self) -> OffloadPlan:
-        """Return the plan, for all ranks."""
+        """Return the plan, which covers all ranks."""
         return OffloadPlan(actions={row.site: row.action for row in self.sites}, loss_window_bytes=self.loss_window_bytes)
 
     @classmethod

@@ -65,10 +65,10 @@ class Hardware:
     link: Link = dataclasses.field(default_factory=Link)  # link to the host
     nvlink_bytes_per_s: float | None = None
     """Total bytes per second from a device to the rest of its domain, one way, over NVLink or AMD's Infinity Fabric. If None
-    (no link, or not published), devices of a node send over PCIe, at the rate of the slower direction of `link`."""
+    (no such link, or no published rate), devices in a node send over PCIe, at the rate of the slower direction of `link`."""
     nvlink_peer_bytes_per_s: float | None = None
     """Bytes per second to one other device, if links connect pairs of devices without a switch. In a group of n, a device
-    reaches n - 1 times this rate. Defaults to all of `nvlink_bytes_per_s`."""
+    reaches n - 1 times this rate. If None, it can send to any one device at `nvlink_bytes_per_s`."""
     nvlink_gpus: int | None = None  # devices in an NVLink domain; defaults to `gpus_per_node`
     network_bytes_per_s: float | None = None
     """Bytes per second of a device's share of its node's network cards, one way, in the vendor's own system. None if servers
@@ -100,7 +100,7 @@ class Hardware:
         Args:
             text: A JSON object with the fields of this class. Memory is in bytes or a size like "80GiB"; `link` is an object
                 with the fields of `Link`. Optional fields may be null or missing. `"base": "gb200"` fills in missing
-                fields from that device of the table, also within `link`, except for its duplex rate.
+                fields from the built-in GB200 entry. It also completes a partial `link`, except for the duplex rate.
             source: Where `text` comes from, for error messages.
 
         Raises:
@@ -116,12 +116,12 @@ class Hardware:
 
 
 def get_hardware(name: str) -> Hardware:
-    """Look up a device of the table by any of its names, such as `h100`, `H100 80GB SXM` or the driver's name.
+    """Look up a built-in device by any of its names, such as `h100`, `H100 80GB SXM` or the driver's name.
 
     Case, spaces and dashes do not matter.
 
     Raises:
-        ConfigError: The device is not in the table. The error suggests the nearest name.
+        ConfigError: The device is not in the built-in table. The message suggests the closest name, if any.
     """
     if (found := find_hardware(name)) is not None:
         return found
@@ -133,7 +133,7 @@ def get_hardware(name: str) -> Hardware:
 
 
 def find_hardware(name: str) -> Hardware | None:
-    """Look up a device like `get_hardware`, but return None if the table does not have it."""
+    """Look up a built-in device like `get_hardware`, but return None if the name is unknown."""
     key = _NAMES.get(_strip(name))
     return None if key is None else HARDWARE[key]
 
@@ -226,7 +226,7 @@ def _strip(name: str) -> str:
 
 
 def _load_table(table: str) -> None:
-    """Load the packaged devices. The file lists a device after its `base`, and two devices must not share a name."""
+    """Load the built-in devices. Each device must come after its `base`, and no two devices may share a name."""
     for key, fields in json.loads(table).items():
         source = f"hardware.json, device {key!r}"
         driver_name = fields.pop("driver", key)

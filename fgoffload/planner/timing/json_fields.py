@@ -1,6 +1,6 @@
-"""Converts frozen dataclasses to JSON and back, driven by the types of their fields.
+"""Converts frozen dataclasses to JSON and back, based on the types of their fields.
 
-Fields may be numbers, strings, booleans, enums (stored by value), other frozen dataclasses, tuples of these, mappings with
+Fields can be numbers, strings, booleans, enums (stored by value), other frozen dataclasses, tuples of these, mappings with
 string keys, and None if the type allows it.
 """
 
@@ -23,10 +23,10 @@ LONGEST_S = 1e6
 """Maximum measured time, in seconds: the solver cannot handle much longer times."""
 
 MOST_BYTES = 1e15
-"""Maximum of a field in bytes: a petabyte."""
+"""Maximum value of a field in bytes: a petabyte."""
 
 _MOST: Mapping[str, float] = {"_per_s": FASTEST_PER_S, "_s": LONGEST_S, "_bytes": MOST_BYTES, "_part": 1.0}
-"""Maximum values by unit, which is the suffix of a field's name."""
+"""Maximum values of fields, keyed by the suffix of the field's name, which gives the unit."""
 
 
 def to_json_value(value: Any) -> Any:
@@ -41,7 +41,7 @@ def to_json_value(value: Any) -> Any:
 
 
 def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
-    """Convert `value`, parsed from JSON, to a `kind`. Raise a ConfigError that names the invalid field, if any."""
+    """Convert `value`, parsed from JSON, to an instance of `kind`. If a field is invalid, raise a ConfigError that names it."""
     try:
         return _read_object(kind, value, "")
     except ConfigError as error:
@@ -49,7 +49,7 @@ def read_json_value(kind: type[T], value: Any, *, source: str) -> T:
 
 
 def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
-    """Return the fields of the JSON object `value`. Reject unknown and missing fields of `kind`, but do not check types."""
+    """Return the fields of the JSON object `value`. Reject unknown fields and missing required ones; do not check types."""
     if not isinstance(value, dict):
         raise ConfigError(f"{place} is {_shorten(value)}. Use an object with the fields of {kind.__name__}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}
@@ -66,7 +66,7 @@ def check_fields(kind: type, value: Any, place: str) -> dict[str, Any]:
 
 
 def _read_object(kind: type[T], value: Any, where: str) -> T:
-    """Build a `kind` from the value at the path `where`, such as `ranks[0].chunks[1]`. The path is empty for the document."""
+    """Build a `kind` instance from the value at path `where`, such as `ranks[0].chunks[1]`, or "" for the whole document."""
     place = where or "the document"
     fields = check_fields(kind, value, place)
     hints = typing.get_type_hints(kind)
@@ -103,7 +103,7 @@ def _read_scalar(kind: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where} is {_shorten(value)}. Use one of: {', '.join(map(str, values))}.")
         return kind(value)
     if kind is float:
-        # JSON's true is an int in Python. Compare before converting: a float cannot hold an int of hundreds of digits.
+        # A bool is an int in Python. Compare before converting: a float cannot hold an int of hundreds of digits.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
             raise ConfigError(f"{where} is {_shorten(value)}. Use a finite number of at least 0.")
         _check_most(value, where)

@@ -10,7 +10,7 @@ from fgoffload.planner.timing.link_rates import COMPUTE_SLOWDOWN
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CopyRate:
-    """Rates of copies of one size between a device and its host. Rates are decimal: 50 GB/s is 50e9."""
+    """Rates between a device and its host for copies of one size. Rates are decimal: 50 GB/s is 50e9."""
 
     size_bytes: int  # bytes of each copy
     d2h_bytes_per_s: float  # rate to the host, with no copies to the device
@@ -50,6 +50,6 @@ class LinkProfile:
             h2d_bytes_per_s=largest.h2d_bytes_per_s,
             duplex_bytes_per_s=largest.duplex_bytes_per_s,
             copy_latency_s=max(0.0, (d2h_s + h2d_s) / 2),
-            # The measured matrix product occupies the whole device for longer than the kernels of a step do.
+            # Copies slow a step's kernels less: the measured matrix product keeps the whole device busy for longer.
             compute_slowdown=min(self.compute_slowdown, COMPUTE_SLOWDOWN),
         )

@@ -9,7 +9,7 @@ from fgoffload.planner.timing.hardware import Hardware, get_rate
 _NOMINAL_BYTES_PER_S = 64e9
 
 D2H_SHARE = 47e9 / _NOMINAL_BYTES_PER_S
-"""Fraction of the nominal rate that copies to the host reach. Source: the slowest of copies at 47 to 55 GB/s on one H100."""
+"""Fraction of the nominal rate that copies to the host reach. Source: the lowest of 47 to 55 GB/s measured on one H100."""
 
 H2D_SHARE = 53e9 / _NOMINAL_BYTES_PER_S
 """Fraction of the nominal rate that copies to the device reach. Source: 53 GB/s, on the same H100."""
@@ -23,7 +23,7 @@ rate of large copies they would take 1.3 us."""
 
 COMPUTE_SLOWDOWN = 0.01
 """Fraction by which copies slow down the compute of a step; a conservative estimate. Source: in traces of W2 on an H200, copies
-do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product on the whole device by 3 to 7%."""
+do not slow down kernels. On an H100 and H200s, copies slow down a long matrix product that fills the GPU by 3 to 7%."""
 
 
 def make_link_model(hardware: Hardware) -> LinkModel:

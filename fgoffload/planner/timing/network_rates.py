@@ -1,4 +1,4 @@
-"""Transfer rates between ranks, as fractions of nominal rates.
+"""Computes transfer rates between ranks, as fractions of nominal rates.
 
 If the hardware lacks a rate, we assume a common one; `describe_assumed_rates` reports the assumptions.
 """
@@ -16,13 +16,13 @@ ASSUMED_NETWORK_BYTES_PER_S = 50e9
 class NetworkRates:
     """Bytes per second that a rank reaches, in each direction."""
 
-    domain_ranks: int  # number of ranks in a domain, which communicate without the network
+    domain_ranks: int  # number of ranks in an NVLink domain, which communicate without the network
     nvlink_bytes_per_s: float  # rate to all other ranks of the domain together
-    peer_bytes_per_s: float | None  # rate to one other rank of the domain. None allows all of `nvlink_bytes_per_s`.
+    peer_bytes_per_s: float | None  # rate to one other rank of the domain; None if it can be all of `nvlink_bytes_per_s`
     network_bytes_per_s: float  # rate to ranks of other domains
 
     def get_nvlink_rate(self, ranks: int) -> float:
-        """Return a rank's rate in a group of `ranks` in the domain. Without a switch, only links to the group are used."""
+        """Return a rank's rate in a group of `ranks` ranks of one domain. Without a switch, it uses only its links to them."""
         if self.peer_bytes_per_s is None:
             return self.nvlink_bytes_per_s
         return min(self.nvlink_bytes_per_s, self.peer_bytes_per_s * max(1, ranks - 1))
@@ -43,7 +43,7 @@ def make_network_rates(hardware: Hardware, efficiency: Efficiency) -> NetworkRat
 def describe_assumed_rates(hardware: Hardware, *, ranks: int) -> str | None:
     """Return one line with the missing rates of `hardware` and the values assumed for them, or None if all are known.
 
-    A single rank sends nothing, and ranks in one NVLink domain do not use the network.
+    Omit the NVLink rate if no two ranks share a domain, and the network rate if all ranks do.
     """
     domain = hardware.nvlink_gpus or hardware.gpus_per_node
     assumed = []

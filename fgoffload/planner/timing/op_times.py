@@ -1,7 +1,7 @@
 """Builds the model of a layer, with the times of its segments, from its shape and a device.
 
-A kernel takes the time of its operations or of its bytes, whichever is longer, at the efficiency of its kind (`Efficiency`),
-plus a short gap. A layer takes at least the time that the host needs to launch its kernels.
+A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at the efficiency of its kind
+(`Efficiency`), plus a short gap. A layer takes at least the time that the host needs to launch its kernels.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ DEFAULT_EFFICIENCY = Efficiency()
 DEFAULT_EXECUTION = Execution()
 
 GRAPH_LAUNCHES = 3
-"""Number of kernel launches that take as long as the graph launch of a layer's forward or backward. Assumed."""
+"""Host time to launch the CUDA graph of a layer's forward or backward, in kernel launches. Assumed."""
 
 HIDING_PART = 0.9
 """Fraction of a layer's compute that can hide the token exchange of another microbatch. Assumed."""
 
 _CAPTURED_WITH = {"qkv_down": "qkv_linear", "dispatch": "expert_fc1"}
-"""Segments without a tag, and the tag with which CUDA graphs capture them."""
+"""Segments without a tag, mapped to the tagged segment that CUDA graphs capture together with them."""
 
 
 def make_layer_model(
@@ -77,7 +77,7 @@ def make_layer_model(
 
 
 def _count_launches(works: Sequence[SegmentWork], side: str, graphs: Graphs, captured: frozenset[str]) -> list[int]:
-    """Return the launches of each segment in its `forward` or `backward`. The first captured segment counts the graph."""
+    """Return each segment's launches in `side`, forward or backward. The first captured segment gets those of the graph."""
     counts = []
     for work in works:
         one: PassWork = getattr(work, side)
@@ -122,7 +122,7 @@ class Clock:
     def time_segments(
         self, works: Sequence[SegmentWork], extras: Mapping[str, ExtraBytes], *, launches: Sequence[Sequence[int]] | None = None
     ) -> tuple[Segment, ...]:
-        """Return the segments with their times; each pass takes at least the host's launch time."""
+        """Return the segments with their times. Forward and backward each take at least the host time of their launches."""
         passes = [work.forward for work in works], [work.backward for work in works]
         forward, backward = (
             self._time_passes(side, [one.kernels for one in side] if launches is None else launches[place])
@@ -140,7 +140,7 @@ class Clock:
         )
 
     def time_work(self, work: Work) -> float:
-        """Return the seconds of kernels: the time of operations or of bytes, whichever is longer, plus the gaps."""
+        """Return the seconds of `work`: arithmetic or memory traffic, whichever is longer, plus the gaps between kernels."""
         rate = self.memory_bytes_per_s
         strided_rate = min(rate, self.efficiency.strided_bytes_per_s or rate)
         seconds = (work.moved_bytes - work.strided_bytes) / rate + work.strided_bytes / strided_rate
@@ -159,7 +159,7 @@ class Clock:
         return part * max(self.efficiency.narrow_attention, 1 - missing * (1 - self.efficiency.narrow_attention))
 
     def time_traffic(self, traffic: Traffic) -> float:
-        """Return the seconds of collectives. Traffic inside the NVLink domain overlaps traffic outside it."""
+        """Return the seconds of the collectives in `traffic`. Traffic inside the NVLink domain overlaps traffic outside it."""
         rates = make_network_rates(self.hardware, self.efficiency)
         domain, network = rates.domain_ranks, rates.network_bytes_per_s
         part = self.efficiency.all_to_all if traffic.pattern is Pattern.ALL_TO_ALL else 1.0
@@ -168,12 +168,12 @@ class Clock:
         elif traffic.pattern is Pattern.RING:
             seconds = traffic.sent_bytes / network
         else:
-            # Number of ranks of the group that are in this rank's domain, this rank included.
+            # Number of the group's ranks that are in this rank's domain, including this rank.
             near = max(1, domain * traffic.ranks // traffic.span)
             each = traffic.sent_bytes / (traffic.ranks - 1)
             far_bytes = each * (traffic.ranks - near)
             if traffic.pattern is Pattern.NODES:
-                # A token crosses the network once for each target node, and is copied there over NVLink.
+                # A token crosses the network once for each target node. Within the node it is copied over NVLink.
                 nodes = round(traffic.ranks / near)
                 far_bytes = each * traffic.ranks / traffic.copies * traffic.count_nodes(nodes) * (1 - 1 / nodes)
             seconds = max(each * (near - 1) / (rates.get_nvlink_rate(near) * part), far_bytes / (network * part))

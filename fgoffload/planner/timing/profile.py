@@ -1,4 +1,4 @@
-"""Profile of a training run: the link, and times and bytes per layer of each pipeline rank.
+"""Profile of a training run: link measurements, and the times and bytes of each layer on each pipeline rank.
 
 `fgoffload profile` writes a profile, and `--offload-modules auto` measures one in the first step. A profile uses the types of
 the simulator and the solver: each measured layer is a `LayerModel` of its own kind. `make_rank_model` merges similar layers:
@@ -29,14 +29,14 @@ from fgoffload.text_files import parse_json, read_text_file
 from fgoffload.transfer_schedule import TransferPolicy
 
 FORMAT = 3
-"""Version of the JSON that `Profile.to_json` writes. Increment it when an older version would misread a newer file."""
+"""Version of the JSON that `Profile.to_json` writes. Increment it if older releases would misread new files."""
 
 CPU = "CPU"
 """Device name of a CPU."""
 
 DEFAULT_TOLERANCE = 0.1
 """Fraction by which backward times and saved bytes per tag may differ between layers of one kind. Times of one layer vary by a
-few percent between microbatches. Bytes vary more only if routing is far out of balance."""
+few percent between microbatches. Bytes differ by more than this only if routing is far out of balance."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +46,13 @@ class RankProfile:
     rank: int  # pipeline rank, from 0
     pipeline: Pipeline  # the schedule of the step
     chunks: tuple[ChunkModel, ...]
-    """Chunks by number; each layer is its own kind. Times are medians over microbatches, bytes are maxima."""
+    """Chunks, in order of their numbers; each layer is its own kind. Times are medians over microbatches, bytes are maxima."""
     static_bytes: int  # device bytes of weights, gradients, optimizer and buffers
     peak_bytes: int | None = None  # peak device bytes of the step; None if the device, such as a CPU, does not report them
-    step_s: float  # seconds from the start of the step to that of the next one, or to the step's end if it is the last
+    step_s: float  # seconds from the start of the step to the start of the next, or to the end of the last step
     step_end_s: float = 0.0  # seconds of the step after the last pass: gradient reduction and optimizer
     min_offloaded_numel: int = DEFAULT_MIN_OFFLOADED_TENSOR_SIZE
-    """Minimum number of saved elements of an offloaded storage, as configured for the run. Smaller storages stay on the GPU."""
+    """Minimum number of saved elements of a storage to offload, as configured in the run. Smaller storages stay on the GPU."""
 
     @property
     def layers(self) -> tuple[NumberedLayer, ...]:
@@ -71,13 +71,13 @@ class MeasuredTraining:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The measured link and, if a model was measured too, its pipeline ranks."""
+    """Measurements of the link and, if a model was measured too, of its pipeline ranks."""
 
     device: str  # device name as the driver reports it, or `CPU`
-    versions: Mapping[str, str]  # versions by package, such as torch
+    versions: Mapping[str, str]  # package versions, keyed by package name, such as torch
     date: str  # date of the measurement, such as `2026-11-22`
-    link: LinkProfile  # link of one device, with no other traffic
-    ranks: tuple[RankProfile, ...] = ()  # pipeline ranks by number; empty if only the link was measured
+    link: LinkProfile  # link of one device, measured with no other traffic
+    ranks: tuple[RankProfile, ...] = ()  # pipeline ranks, in order; empty if only the link was measured
     has_optimizer: bool = True
     """Whether the steps updated parameters. If so, `static_bytes` and `step_end_s` include the optimizer."""
     training: MeasuredTraining | None = None
@@ -108,7 +108,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, text: str, *, source: str) -> "Profile":
-        """Parse the output of `to_json`, from `source`.
+        """Parse the output of `to_json`. Error messages name its `source`.
 
         Raises:
             ConfigError: `text` is not a profile of this format. The message names the faulty field.
@@ -143,11 +143,11 @@ def make_rank_model(
     microbatches: int | None = None,
     host_budget_bytes: int | None = None,
 ) -> RankModel:
-    """Return pipeline rank `rank` of a profile for the simulator and the solver.
+    """Return the model of pipeline rank `rank` of a profile, for the simulator and the solver.
 
     With one stage, times are calibrated so that the simulated baseline matches the plain step, if the profile has one. With
-    several stages they are not, because the plain step includes waits of unknown length between stages. Only
-    `make_rank_models` uses compared steps. None means the default policy, the measured microbatches and unlimited host memory.
+    several stages they are not, because the plain step includes waits of unknown length between stages. Only `make_rank_models`
+    uses compared steps. None means the default policy, the measured number of microbatches, and no host memory limit.
     """
     measured = profile.get_rank(rank)
     pipeline = measured.pipeline
@@ -179,8 +179,8 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
 
     Layers are similar if they have the same segments, tensors and units, and if backward times and saved bytes per tag are
     within `tolerance` of the first layer of the group. Backward times are averaged. Forward times are the minimum per segment,
-    because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms forward and 11.6 to 11.9 ms backward
-    on an H200. The tensors come from the layer with the most bytes, because a plan must fit that layer.
+    because launch delays only lengthen a segment: six identical layers took 9.9 to 13.9 ms in forward and 11.6 to 11.9 ms in
+    backward on an H200. The tensors come from the layer with the most bytes, because a plan must fit that layer.
     """
     groups: list[list[LayerModel]] = []
     for layer in layers:
@@ -193,11 +193,11 @@ def merge_alike(layers: Sequence[LayerModel], *, tolerance: float) -> dict[str, 
 
 
 def merge_processes(profiles: Iterable[RankProfile]) -> tuple[RankProfile, ...]:
-    """Merge the profiles of all data, tensor and expert parallel processes into one per pipeline rank.
+    """Merge the profiles of all data, tensor and expert parallel processes into one profile per pipeline rank.
 
     Times of segments are averaged, because processes wait for each other; bytes are maxima. If the tensors of a layer differ
-    between processes, the layer with the most bytes is used. Profiles of ranks may be in any order. For bitwise identical
-    results, keep the order within a rank.
+    between processes, the layer with the most saved bytes is used. The ranks can be in any order. For bitwise
+    identical results, keep the order of the processes within a rank.
     """
     by_rank: dict[int, list[RankProfile]] = {}
     for profile in profiles:
@@ -231,7 +231,7 @@ def _is_alike(first: LayerModel, other: LayerModel, tolerance: float) -> bool:
     if _list_structure(first) != _list_structure(other):
         return False
     pairs: list[tuple[float, float]] = [(first.backward_s, other.backward_s)]
-    # Compare sums, not tensors: each local expert saves a tensor, and tokens per expert vary more than their sum.
+    # Compare sums per tag, not tensors: each expert saves its own tensor, and token counts per expert vary more than their sum.
     pairs += zip(_count_by_tags(first).values(), _count_by_tags(other).values(), strict=True)
     return all(abs(one - another) <= tolerance * max(one, another) for one, another in pairs)
 
