@@ -3,7 +3,7 @@
     python examples/08_fsdp2.py
     torchrun --nproc-per-node 2 examples/08_fsdp2.py
 
-Expected output: one line per setting, with whether the gradients are bitwise identical, and the offloaded bytes.
+Expected output: a line for each setting. It shows whether the gradients are bitwise identical, and the offloaded bytes.
 """
 
 import os

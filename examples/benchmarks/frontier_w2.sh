@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares all systems on the reference workload W2. Its results on an H100 are plotted at the top of the README.
+# Compares all systems on the reference workload W2. The plot at the top of the README shows the results on an H100.
 #
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [other options of fgoffload bench, or Megatron's flags]
 #

@@ -109,7 +109,7 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Yield a clock for the forward and backward calls of Megatron's schedules in the body."""
+    """Yield a clock that times the forward and backward calls of Megatron's schedules in the body."""
     import megatron.core.pipeline_parallel.schedules as schedules
 
     clock = Clock()

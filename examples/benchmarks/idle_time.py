@@ -4,7 +4,7 @@
 The device is idle while no kernel runs on any stream, between the first and last kernel of a step. Experts run on separate
 streams, so gaps on a single stream do not count. Copies and fills are not kernels: a device that only copies is idle.
 
-A gap is at a wait if the host returns from that wait within the gap. Until the wait was over, the host could not launch the
+A gap is at a wait if the host returns from that wait within the gap. Until the wait is over, the host cannot launch the
 kernel that ends the gap, whether a copy or a kernel transfers the awaited bytes. We also measure how much of each gap the host
 spends inside waits. That part grows if other copies are queued ahead of the awaited bytes. In the rest of the gap, the host
 launches kernels, including any work that it had not launched before the wait.

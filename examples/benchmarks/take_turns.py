@@ -15,9 +15,9 @@ it with about `--steps-a-round 6`, since the energy counter updates only a few d
 
 Expected output: a line for each repeat, then a table. For each setting, the table shows the median step time with p20 and p80,
 the ratio of its step time to the baseline's, overall and in each repeat, and peak memory. The ratio of a repeat is the median
-over its rounds. The overall ratio is the geometric mean over the repeats, with a 95% interval from three repeats. With
+over its rounds. The overall ratio is the geometric mean over the repeats; three or more repeats also give a 95% interval. With
 `--energy`, a second table shows joules per step, their ratio to the baseline, clock, power, and how often the power limit
-lowered the clock. `--out` receives the logs of the processes, and `turns.json` with all steps and peaks so far.
+lowered the clock. `--out` receives the logs of the processes and, after each repeat, `turns.json` with every step and peak.
 """
 
 import argparse
