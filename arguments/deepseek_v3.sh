@@ -1,7 +1,7 @@
 # deepseek_v3: DeepSeek-V3, 671B MoE with MLA, 1024 GPUs
 #
 # Size:    61 layers (3 dense), hidden 7168, 128 heads; 256 experts of width 2048, 8 per token, and a shared expert.
-#          671 billion parameters, 37 billion active, and 11.6 billion in a layer of multi-token prediction.
+#          671 billion parameters, 37 billion active, and 11.6 billion more in a multi-token prediction layer.
 # Model:   config.json of deepseek-ai/DeepSeek-V3, and the technical report, arXiv 2412.19437, for the sequence-wise balancing loss.
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/deepseek-v3/run_deepseek_v3_h100.sh: TP 2, PP 8, VP 4, EP 64, microbatch 1 and
 #          8192 sequences per step on 128 nodes of 8 H100s. The source uses FP8, recomputes mla_up_proj and mlp, and overlaps the
@@ -80,7 +80,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# Modules with call sites in Megatron. fgoffload plan ignores this list and chooses among all tags.
+# Modules that Megatron itself can offload. fgoffload plan ignores this list and chooses among all tags.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

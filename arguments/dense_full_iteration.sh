@@ -2,7 +2,7 @@
 #
 # Size:    12 layers, hidden 2048, 16 heads, gated MLP of width 8192; 0.9 billion parameters. Sequences of 2048 tokens,
 #          4 microbatches of 2 sequences per step, bf16.
-# Purpose: tests offload inside a full-iteration graph, during which no host code runs.
+# Purpose: tests offload inside a full-iteration graph, whose replay runs no Python code.
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
 # See:     fgoffload bench dense_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
 #

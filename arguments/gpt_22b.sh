@@ -29,7 +29,7 @@ PARALLEL_ARGS=(
 TRAINING_ARGS=(
     --micro-batch-size 4
     --global-batch-size 4
-    --bf16   # the paper uses fp16, which has the same size and speed
+    --bf16   # the paper uses fp16, which has the same size and speed as bf16
 )
 
 OFFLOAD_ARGS=(

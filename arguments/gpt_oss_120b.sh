@@ -4,7 +4,7 @@
 #          4 per token. 116.8 billion parameters, 5.1 billion active.
 # Model:   config.json of openai/gpt-oss-120b, and the model card, arXiv 2508.10925. The model uses a clamped gate
 #          (--quick-geglu --glu-linear-offset 1.0 --activation-func-clamp-value 7.0 in Megatron-LM) and YaRN. fgoffload train
-#          supports neither, so this file uses --swiglu and rope, which have the same sizes.
+#          supports neither, so this file uses --swiglu and plain rope, which have the same tensor sizes.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/gpt_oss/h100/gpt_oss.py,
 #          gpt_oss_120b_pretrain_64gpu_h100_bf16_config, and
 #          src/megatron/bridge/models/gpt_oss/gpt_oss_bridge.py: PP 4, EP 8, microbatch 1 and 1280 sequences per step on 64
@@ -23,7 +23,7 @@ MODEL_ARGS=(
     --group-query-attention
     --num-query-groups 8
     --kv-channels 64
-    --window-size 127,0   # 127 tokens and the token itself
+    --window-size 127,0   # the previous 127 tokens and the token itself
     --window-attn-skip-freq 2
     --softmax-type learnable
     --seq-length 4096
@@ -62,7 +62,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# Modules with call sites in Megatron. fgoffload plan ignores this list and chooses among all tags.
+# Modules that Megatron itself can offload. fgoffload plan ignores this list and chooses among all tags.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

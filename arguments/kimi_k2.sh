@@ -1,7 +1,7 @@
 # kimi_k2: Kimi K2, 1T MoE with MLA, 1024 GPUs
 #
 # Size:    61 layers (1 dense), hidden 7168, 64 heads; 384 experts of width 2048, 8 per token, and a shared expert.
-#          1.03 trillion parameters, 32.9 billion active; the report, arXiv 2507.20534, has 1.04 and 32.6.
+#          1.03 trillion parameters, 32.9 billion active. The report, arXiv 2507.20534, gives 1.04 trillion and 32.6 billion.
 # Model:   config.json of moonshotai/Kimi-K2-Instruct.
 # Ranks:   Megatron Bridge, src/megatron/bridge/perf_recipes/kimi/h100/kimi_k2.py, kimi_k2_pretrain_1024gpu_h100_bf16_config:
 #          TP 8, PP 16, VP 2, EP 64, microbatch 1 and 8192 sequences per step on 1024 H100s. The source recomputes mla_up_proj and
@@ -75,7 +75,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# Modules with call sites in Megatron. fgoffload plan ignores this list and chooses among all tags.
+# Modules that Megatron itself can offload. fgoffload plan ignores this list and chooses among all tags.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules attn_norm core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -1,4 +1,4 @@
-# launch_bound_graphs: launch_bound_moe with CUDA graphs of each layer
+# launch_bound_graphs: launch_bound_moe with CUDA graphs for each layer
 #
 # Size:    as launch_bound_moe.sh: 12 layers, hidden 2048, 16 experts, 4 per token; 2.0 billion parameters.
 #          Transformer Engine captures attention, the router and the dispatcher's preprocessing after 3 eager steps.
@@ -33,7 +33,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 1408
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
+    --moe-router-load-balancing-type none   # random tokens spread almost evenly over the experts
     --moe-aux-loss-coeff 0.0
 )
 

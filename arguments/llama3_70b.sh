@@ -46,7 +46,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# The attention modules. fgoffload plan ignores this list and chooses among all tags, including those of the MLP.
+# Attention modules only. fgoffload plan ignores this list and chooses among all tags, including those of the MLP.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj

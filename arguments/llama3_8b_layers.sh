@@ -3,7 +3,7 @@
 # Size:    28 of 32 layers, hidden 4096, 32 heads in 8 groups, MLP of width 14336, vocabulary of 128256; 7.2 billion parameters.
 #          Sequences of 8192 tokens, 2 microbatches of 1 sequence per step, bf16, without an optimizer. Weights and gradients take
 #          26.7 GiB. A layer saves 1.06 GiB per microbatch (docs/reference/saved_bytes.md); the loss takes a few GiB.
-# Source:  sizes: config.json of meta-llama/Meta-Llama-3-8B.
+# Model:   config.json of meta-llama/Meta-Llama-3-8B.
 # Purpose: compares settings on a dense model. LAYERS=32 trains the whole model, which takes 70.3 GiB; 28 layers leave room for
 #          settings that take more memory than the baseline, such as recompute of core_attn.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.

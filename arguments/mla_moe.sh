@@ -3,11 +3,11 @@
 # Size:    6 layers, hidden 5120, 32 heads, latent attention with ranks of 1536 and 512, 16 experts of width 1536,
 #          6 per token, two shared experts; 3.2 billion parameters. Sequences of 4096 tokens, 4 microbatches of 2 sequences per
 #          step, bf16. Weights and gradients take 11.9 GiB.
-# Source:  layer sizes: config.json of deepseek-ai/DeepSeek-V2. This file has one rank's share: 32 of 128
-#          heads (4 tensor-parallel ranks), and 16 of 160 experts (10 expert-parallel ranks). The vocabulary is cut from
-#          102400 to 32000, since the loss would otherwise take a large part of the step.
-# Purpose: compares predictions with measurements for latent attention, which saves the most bytes and can be recomputed from
-#          its low-rank inputs (mla_up_proj). Each expert gets 3072 tokens, so kernels are large and the step is not launch-bound.
+# Model:   config.json of deepseek-ai/DeepSeek-V2. Each layer has one rank's share: 32 of 128 heads (4 tensor-parallel ranks), and
+#          16 of 160 experts (10 expert-parallel ranks). The vocabulary is reduced from 102400 to 32000, since
+#          the loss would otherwise take a large part of the step.
+# Purpose: compares predictions with measurements for latent attention, whose large query, key and value can be
+#          recomputed from low-rank inputs (mla_up_proj). Each expert gets 3072 tokens, so the step is not launch-bound.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
 # See:     fgoffload bench mla_moe
 #
@@ -48,7 +48,7 @@ MOE_ARGS=(
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
     --moe-router-dtype fp32
-    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
+    --moe-router-load-balancing-type none   # random tokens spread almost evenly over the experts
     --moe-aux-loss-coeff 0.0
 )
 

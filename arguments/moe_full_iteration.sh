@@ -6,10 +6,10 @@
 # Needs:   one GPU of 40 GB or more, Transformer Engine, and megatron-core 0.18 or newer.
 # See:     fgoffload bench moe_full_iteration --settings megatron:core_attn+attn_proj ours:core_attn+attn_proj
 #
-# With these flags, the host does not wait. Padding to capacity fixes all sizes before the router runs, so the dispatcher copies
-# no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of megatron-core 0.19.2).
-# Capacity without padding would make the host wait even earlier. The permutation is unfused, since the fused permutation
-# does not support padding.
+# With these flags, the host does not wait for the device. Padding to capacity fixes all sizes before the router runs, so the
+# dispatcher copies no counts to the host and never synchronizes (`_maybe_dtoh_and_synchronize`, token_dispatcher.py of
+# megatron-core 0.19.2). A capacity without padding would make the host wait even earlier. The permutation is unfused, since
+# the fused permutation does not support padding.
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
@@ -41,7 +41,7 @@ MOE_ARGS=(
     --moe-pad-expert-input-to-capacity
     --moe-token-drop-policy probs
     --no-moe-permute-fusion
-    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
+    --moe-router-load-balancing-type none   # random tokens spread almost evenly over the experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -3,10 +3,10 @@
 # Size:    6 layers, hidden 2688, 32 heads in 2 groups, 32 experts of width 1856, 6 per token, and a shared expert;
 #          3.4 billion parameters. Sequences of 4096 tokens, 4 microbatches of 1 sequence per step, bf16. The original model
 #          also has Mamba layers, which fgoffload train does not support.
-# Purpose: tests this recipe: offload expert_fc1 after the next graph's launch, recompute moe_act and layernorm, capture attention.
+# Purpose: tests delayed offload of expert_fc1, with recompute of moe_act and layernorm, and with CUDA graphs of attention.
 # Needs:   one GPU of 80 GB, and Transformer Engine.
 # See:     fgoffload train nemotron_lightning_like --steps 6
-# Source:  Megatron Bridge 0.6.2, recipe for 16 H100s.
+# Source:  Megatron Bridge 0.6.2, the recipe for 16 H100s.
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 

@@ -6,8 +6,8 @@
 # Ranks:   Megatron-MoE-ModelZoo, best_practice/qwen3/run_h100_235b.sh and model_configs/benchmarking/Qwen3-235B-A22B.yaml:
 #          TP 2, PP 8, VP 4, EP 32, microbatch 1 and 2048 sequences per step on 32 nodes of 8 H100s. Embedding and loss count as one
 #          layer each: 96 layers for 32 stages. The source recomputes moe_act and layernorm and overlaps the experts'
-#          communication; here a plan decides what to recompute. 1187 is a prime factor of the vocabulary size, so the
-#          vocabulary needs no padding.
+#          communication; here a plan decides what to recompute. The vocabulary size, 151936, is a multiple of 1187, so
+#          --make-vocab-size-divisible-by 1187 avoids padding.
 # See:     fgoffload plan qwen3_235b_a22b --gpu h100 --offload-memory-budget 76GiB
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${PARALLEL_ARGS[@]}" ...
@@ -17,7 +17,7 @@ NUM_GPUS=256
 MODEL_ARGS=(
     --num-layers 94
     --hidden-size 4096
-    --ffn-hidden-size 12288   # of dense layers; this model has none
+    --ffn-hidden-size 12288   # for dense layers; this model has none
     --num-attention-heads 64
     --group-query-attention
     --num-query-groups 4
@@ -68,7 +68,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# Modules with call sites in Megatron. fgoffload plan ignores this list and chooses among all tags.
+# Modules that Megatron itself can offload. fgoffload plan ignores this list and chooses among all tags.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -14,7 +14,7 @@ NUM_GPUS=32
 MODEL_ARGS=(
     --num-layers 48
     --hidden-size 2048
-    --ffn-hidden-size 6144   # of dense layers; this model has none
+    --ffn-hidden-size 6144   # for dense layers; this model has none
     --num-attention-heads 32
     --group-query-attention
     --num-query-groups 4
@@ -57,7 +57,7 @@ TRAINING_ARGS=(
     --bf16
 )
 
-# Modules with call sites in Megatron. fgoffload plan ignores this list and chooses among all tags.
+# Modules that Megatron itself can offload. fgoffload plan ignores this list and chooses among all tags.
 OFFLOAD_ARGS=(
     --fine-grained-activation-offloading
     --offload-modules qkv_linear core_attn attn_proj mlp_norm expert_fc1 moe_act

@@ -38,5 +38,5 @@ OFFLOAD_ARGS=(
     --offload-modules attn_norm qkv_linear core_attn attn_proj mlp_norm
     --min-offloaded-tensor-size 1024   # elements; the default of 1048576 is for larger models
     --offload-window 1MiB              # the default of 1 GiB is larger than this model
-    --offload-prefetch 3MiB            # the attention of one layer and its neighbours, so no reload is late
+    --offload-prefetch 3MiB            # fits the attention of a layer and its neighbors, so that no reload is late
 )

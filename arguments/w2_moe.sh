@@ -3,9 +3,9 @@
 # Size:    6 layers, hidden 4096, 32 heads, 16 experts of width 2048, 4 per token; 3.1 billion parameters.
 #          Sequences of 4096 tokens, 4 microbatches of 2 sequences per step, bf16. Weights and gradients take 11.5 GiB. A layer
 #          saves 1.13 GiB per microbatch (docs/reference/saved_bytes.md).
-# Purpose: compares settings, forward and backward without an optimizer: fgoffload bench, docs/how_to/benchmark.md.
+# Purpose: compares settings with fgoffload bench (docs/how_to/benchmark.md): forward and backward, without an optimizer.
 # Needs:   one GPU of 80 GB or more, and Transformer Engine.
-# See:     bash examples/benchmarks/frontier_w2.sh, with the flags and variables of the published results
+# See:     bash examples/benchmarks/frontier_w2.sh, which sets the flags and variables of the published results
 #
 # Bash arrays, as in Megatron-LM's examples: source this file and pass "${MODEL_ARGS[@]}" "${OFFLOAD_ARGS[@]}" ...
 
@@ -33,7 +33,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 2048
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
+    --moe-router-load-balancing-type none   # random tokens spread almost evenly over the experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -34,7 +34,7 @@ MOE_ARGS=(
     --moe-ffn-hidden-size 2048
     --moe-grouped-gemm
     --moe-token-dispatcher-type alltoall
-    --moe-router-load-balancing-type none   # random tokens are nearly balanced over experts
+    --moe-router-load-balancing-type none   # random tokens spread almost evenly over the experts
     --moe-aux-loss-coeff 0.0
 )
 

@@ -2,7 +2,7 @@
 
     python examples/01_plain_pytorch.py
 
-Expected output: an estimate of the savings, bitwise identical gradients, and the bytes offloaded by tag.
+Expected output: an estimate of the savings, a check that the gradients are bitwise identical, and the bytes offloaded per tag.
 """
 
 import torch
@@ -43,7 +43,7 @@ class Layer(nn.Module):
 
 
 def get_gradients(model: nn.Module, batch: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients of one forward and backward."""
+    """Run one forward and backward pass, and return the gradients."""
     model.zero_grad()
     model(batch).square().mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]

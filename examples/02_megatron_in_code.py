@@ -2,8 +2,8 @@
 
     python examples/02_megatron_in_code.py
 
-Expected output: the losses of three steps, then one line per tag with the bytes of the last step. The script trains the model
-of `arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
+Expected output: the losses of three steps, then one line per tag with the bytes offloaded and reloaded in the last step. The
+script trains the model of `arguments/tiny_moe.sh` with Megatron-Core's own schedule. Without a GPU, it runs on the CPU.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
-"""A block of code: offload all tensors that autograd saves in it. Backward may also run inside the block.
+"""A block of code: offload all tensors that autograd saves inside a `with` block. Backward can run inside the block too.
 
     python examples/03_block_of_code.py
 
-Expected output: three losses that are bitwise identical with and without offload, then the offloaded bytes, and finally 0 B of
-host memory in use.
+Expected output: the losses of three steps, which are bitwise identical with and without offload, then the offloaded bytes, and
+finally 0 B of host memory in use.
 """
 
 import torch
@@ -14,10 +14,10 @@ from fgoffload.units import format_bytes
 
 
 def main() -> None:
-    """Train two copies of a model, one of them in a block."""
+    """Train two identical models, the second one inside an offload block."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     losses: dict[bool, list[float]] = {}
-    # Create the block once, since pinning host memory takes longer than a step.
+    # Create the block once and reuse it, since pinning host memory takes longer than a step.
     block = fgoffload.saved_tensors(group_bytes=4 * fgoffload.MIB, device=device)
     for is_offloaded in (False, True):
         torch.manual_seed(0)

@@ -2,8 +2,8 @@
 
     python examples/04_by_hand.py
 
-Expected output: the bytes that the region offloads, then two checks: a tensor is on the host, and its reload is bitwise
-identical.
+Expected output: the bytes that the region offloads, then two checks: a tensor is on the host, and its reloaded copy is bitwise
+identical to the original.
 """
 
 import torch
@@ -14,7 +14,7 @@ from fgoffload.units import format_bytes
 
 
 class Model(nn.Module):
-    """A network with a region in the middle. Without `fgoffload.offload`, the region has no effect."""
+    """A network with an offload region in the middle. Without `fgoffload.offload`, the region has no effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ def main() -> None:
     with fgoffload.offload(model) as handle:
         model(batch).mean().backward()
         tag_stats = handle.stats().tags["middle"]
-        print(f"the region offloaded {format_bytes(tag_stats.d2h_bytes)} of {tag_stats.saved_tensors} saved tensors")
+        print(f"the region offloaded {format_bytes(tag_stats.d2h_bytes)} from {tag_stats.saved_tensors} saved tensors")
 
         tensor = batch.sin()
         expected = tensor.clone()
@@ -48,7 +48,7 @@ def main() -> None:
         print(f"on the host: {offloaded.is_on_host}")
         offloaded.prefetch()  # optional: starts the reload early
         print(f"reloaded and bitwise identical: {torch.equal(offloaded.reload(), expected)}")
-        del offloaded  # releases its host memory
+        del offloaded  # releases the host memory
 
 
 if __name__ == "__main__":

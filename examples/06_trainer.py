@@ -1,4 +1,4 @@
-"""transformers' `Trainer`: one callback offloads the activations of the layers.
+"""transformers' `Trainer`: one callback offloads the activations of all layers.
 
     python examples/06_trainer.py
 

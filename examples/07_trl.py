@@ -1,4 +1,4 @@
-"""TRL's `SFTTrainer`: its own option `activation_offloading=True`, with fgoffload's engine.
+"""TRL's `SFTTrainer`: its option `activation_offloading=True` uses fgoffload's engine instead of TRL's.
 
     python examples/07_trl.py
 

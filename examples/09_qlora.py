@@ -2,7 +2,7 @@
 
     python examples/09_qlora.py
 
-Expected output: the training log with the saved memory. Quantized weights are never offloaded.
+Expected output: the training log, which includes the saved memory. Quantized weights are never offloaded.
 """
 
 import tempfile

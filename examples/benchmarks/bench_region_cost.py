@@ -1,16 +1,16 @@
-"""Measures the CPU time of a region: Python and driver calls of forward and backward together, including copies.
+"""Measures the CPU time of an offload region: Python and driver calls in forward and backward, including those for copies.
 
     python examples/benchmarks/bench_region_cost.py [--regions 24] [--repeats 40] [--megatron] [--profile]
 
 Each region saves one tensor of 4 MiB. One repeat is a forward and a backward through a chain of regions. Its CPU time is the
-time until both calls return, minus the time without regions. The device is idle at the start, and nothing synchronizes inside a
-repeat. Systems alternate in each repeat, so a slow host affects all of them.
+time until both calls return, minus the time without regions. The device is idle at the start of a repeat, and no call waits for
+it within the repeat. Systems alternate in each repeat, so a slow host affects all of them.
 
 `--megatron` also runs Megatron-Core's own engine, which needs megatron-core, Transformer Engine, a GPU and
 NVTE_CPU_OFFLOAD_V1=1 (set by the script). `--profile` lists the slowest functions after the table.
 
-Expected output: a row for each system with the median, p20 and p80. On a CPU, copies run synchronously and count as CPU time,
-so only a GPU shows the engine's own cost.
+Expected output: a row for each system with p20, median and p80 per region. On a CPU, copies run synchronously and count as CPU
+time, so only a GPU shows the engine's own cost.
 """
 
 import argparse
@@ -49,11 +49,11 @@ class PlainChain:
         return h
 
     def finish(self) -> None:
-        """Do nothing, since nothing was offloaded."""
+        """Do nothing, since this chain offloads nothing."""
 
 
 class OurChain(PlainChain):
-    """A region of our engine around each op."""
+    """The chain with a region of fgoffload's engine around each op."""
 
     name = "fgoffload"
 
@@ -83,7 +83,7 @@ class OurChain(PlainChain):
 
 
 class MegatronChain(PlainChain):
-    """A region of Megatron-Core's own engine around each op."""
+    """The chain with a region of Megatron-Core's own engine around each op."""
 
     name = "Megatron-Core"
 
@@ -91,7 +91,7 @@ class MegatronChain(PlainChain):
         super().__init__(regions)
         from megatron.core.pipeline_parallel import fine_grained_activation_offload as module
 
-        if not torch.distributed.is_initialized():  # the engine reduces a summary over ranks after the first step
+        if not torch.distributed.is_initialized():  # after the first step, the engine reduces a summary across ranks
             torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         self.interface = module.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()
@@ -106,7 +106,7 @@ class MegatronChain(PlainChain):
         return h
 
     def finish(self) -> None:
-        """End the step."""
+        """End the step of Megatron-Core's engine."""
         self.interface.reset()
 
 
@@ -134,7 +134,7 @@ def run_once(chain: PlainChain, x: torch.Tensor, profile: cProfile.Profile | Non
 
 
 def main() -> None:
-    """Run the systems alternately and print the cost of each."""
+    """Run the systems alternately and print the CPU time of each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--regions", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=40)
@@ -175,14 +175,14 @@ def report(seconds: dict[str, list[float]], regions: int, device: str) -> None:
 
 
 def quantiles(values: list[float]) -> tuple[float, float, float]:
-    """Return p20, p50 and p80."""
+    """Return p20, p50 and p80 of `values`."""
     tenths = statistics.quantiles(values, n=10)
     return tenths[1], statistics.median(values), tenths[7]
 
 
 def report_profile(chain: PlainChain, x: torch.Tensor) -> None:
-    """Print the slowest functions."""
-    # Backward of CUDA tensors runs on autograd's own thread, which the profile must include.
+    """Print the functions of `chain` with the most CPU time."""
+    # Autograd runs backward of CUDA tensors on its own thread, which cProfile includes since Python 3.12.
     profile = cProfile.Profile()
     for _ in range(20):
         x.grad = None

@@ -1,14 +1,14 @@
-"""Compares predicted step times and peaks with GPU measurements, for three models with six settings each.
+"""Compares predicted step times and memory peaks with GPU measurements, for three models with six settings each.
 
     python examples/benchmarks/check_predictions.py --out predictions [--minutes 8] [--steps 4] [ARGUMENTS.sh ...]
 
 The script predicts once from the hardware table and once from a profile. It runs `fgoffload bench ... --profile` on one model
 after another: by default the reference workload, a model with latent attention and a dense model. Each model gets an equal
-share of the remaining minutes. If its time runs out, the script reports the results so far. Needs one GPU of 80 GB or
+share of the remaining minutes. If a model's time runs out, the script reports the results so far. It needs one GPU of 80 GB or
 more, and Transformer Engine. With arguments/tiny_moe.sh, the script runs anywhere, but the results are meaningless.
 
-Expected output: a line for each model, then a table with the worst prediction first, and a line per source with its worst
-errors and limits. The folder `--out` receives the table as `predictions.md` and all other files as `predictions.tar.gz`.
+Expected output: a line for each model, a table with the worst prediction first, and a line for each source of predictions with
+its worst errors and their limits. `--out` receives the table in `predictions.md`, and all other files in `predictions.tar.gz`.
 """
 
 import argparse
@@ -39,21 +39,21 @@ HEADINGS = (
     "peak",
     *(f"peak by {source.value}" for source in Source),
 )
-"""Headings of the table: step times in ms, then peaks. Each prediction is followed by its error."""
+"""Headings of the table: step times in ms, then memory peaks. Each prediction is followed by its error."""
 
 LIMITS = {Source.TABLE: {"step": 8.0, "peak": 5.0}, Source.PROFILE: {"step": 4.0, "peak": 2.0}}
-"""Maximum error of a prediction, in percent of the measurement."""
+"""Accepted error of a prediction, in percent of the measurement, keyed by source and quantity."""
 
 LOG_LINES = 15
-"""Number of output lines to show from a benchmark without comparisons."""
+"""Number of log lines to show if a benchmark yields no comparisons."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Model:
-    """Settings and flags of one model."""
+    """Settings to measure with one model, and flags to pass to the benchmark."""
 
     settings: tuple[str, ...]
-    """Settings besides `baseline`, the most informative first, since a model's time may run out."""
+    """Settings besides `baseline`, the most informative first, since a model's time can run out."""
     budgets: tuple[str, ...] = ()
     """Budgets 80% and 25% of the way from the predicted peak of `baseline` to that of full recompute, on an H200. They run
     after the settings, since each needs a plan first. The smaller budget runs first."""
@@ -76,14 +76,14 @@ MODELS = {
     ),
     "llama3_8b_layers": Model(("ours:core_attn+attn_proj", "recompute:full", "recompute:core_attn"), ("40.5GiB", "55.9GiB")),
 }
-"""Models by the name of the argument file."""
+"""Models, keyed by the name of their argument file."""
 
 ANY_OTHER = Model(("ours:core_attn+attn_proj", "recompute:full", "recompute:core_attn"))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """One setting of a model: the prediction of one source and the measurement."""
+    """Measurement of one setting of a model, and its prediction from one source."""
 
     model: str
     setting: str
@@ -91,12 +91,12 @@ class Comparison:
     measured_step_s: float
     predicted_step_s: float
     measured_peak_bytes: int
-    """Measured peak; 0 if it was not measured."""
+    """Measured peak; 0 if the peak was not measured."""
     predicted_peak_bytes: int
 
     @property
     def errors(self) -> dict[str, float]:
-        """Errors by name, in percent of the measurement. Positive if the prediction is too high."""
+        """Errors in percent of the measurement, keyed by quantity. An error is positive if the prediction is too high."""
         errors = {"step": 100 * (self.predicted_step_s / self.measured_step_s - 1)}
         if self.measured_peak_bytes:
             errors["peak"] = 100 * (self.predicted_peak_bytes / self.measured_peak_bytes - 1)
@@ -104,7 +104,7 @@ class Comparison:
 
     @property
     def relative_error(self) -> float:
-        """The larger of the two errors, each divided by its limit. Above 1 if an error exceeds its limit."""
+        """The larger of the two errors, each divided by its limit. The result exceeds 1 if an error exceeds its limit."""
         return max(abs(error) / LIMITS[self.source][name] for name, error in self.errors.items())
 
 
@@ -117,7 +117,7 @@ def make_command(path: Path, folder: Path, *, steps: int, warmup: int) -> list[s
 
 
 def run(command: Sequence[str], log: Path, *, seconds: float) -> str:
-    """Run `command` for at most `seconds` with its output in `log`. Return its duration and exit code."""
+    """Run `command` for at most `seconds` with its output in `log`. Describe its duration and how it ended."""
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", **os.environ}
     began = time.monotonic()
     with log.open("w", encoding="utf-8") as output:
@@ -157,7 +157,7 @@ def read_run(folder: Path) -> tuple[list[Comparison], list[str]]:
 
 
 def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
-    """Return the cells of each setting of each model under `HEADINGS`, with the worst first."""
+    """Return a row of cells under `HEADINGS` for each setting of each model, the worst prediction first."""
     found: dict[tuple[str, str], dict[Source, Comparison]] = {}
     for one in comparisons:
         found.setdefault((one.model, one.setting), {})[one.source] = one
@@ -166,7 +166,7 @@ def list_rows(comparisons: Iterable[Comparison]) -> list[tuple[str, ...]]:
 
 
 def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
-    """Return one line with the largest errors of one source over all models, against its limits."""
+    """Return a line that compares one source's largest errors over all models with their limits."""
     own = [one for one in comparisons if one.source is source]
     if not own:
         return f"predicted from the {source.value}: no comparisons"
@@ -181,7 +181,7 @@ def describe_worst(source: Source, comparisons: Iterable[Comparison]) -> str:
 
 
 def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], lines: Iterable[str]) -> None:
-    """Write the table as Markdown, and all other files into an archive next to it."""
+    """Write the table as Markdown, and archive the files of `work` next to it."""
     table = [f"| {' | '.join(cells)} |" for cells in (HEADINGS, ("---",) * len(HEADINGS), *rows)]
     (folder / "predictions.md").write_text("\n".join((*lines, "", *table, "")), encoding="utf-8")
     with tarfile.open(folder / "predictions.tar.gz", "w:gz") as archive:
@@ -189,7 +189,7 @@ def write_report(folder: Path, work: Path, rows: Sequence[tuple[str, ...]], line
 
 
 def main() -> int:
-    """Run all models and show the table. Return 1 if a model has no comparisons."""
+    """Benchmark all models and print the table. Return 1 if a model has no comparisons."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", metavar="ARGUMENTS.sh", nargs="*", type=Path)
     parser.add_argument("--out", metavar="FOLDER", type=Path, default=Path("predictions"))

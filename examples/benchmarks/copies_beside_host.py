@@ -4,7 +4,7 @@
 
 The script times two kinds of CPU work without copies, and during continuous copies of 256 MiB: to the host, to the device, and
 in both directions. Lookups of objects in random order miss the caches, so other memory traffic slows them down. A view of a
-small tensor needs only the caches. A kernel launch is between these extremes. The CPU only queues the copies in advance, and
+small tensor needs only the caches. A kernel launch lies between these extremes. The CPU only queues the copies in advance, and
 the device's copy engines execute them.
 
 Expected output: the time to pin host memory, then a row for each kind of traffic with the median nanoseconds per lookup and per
@@ -30,22 +30,22 @@ from fgoffload.units import GIB, MIB
 COPY_BYTES = 256 * MIB
 SLABS = 4
 OBJECTS = 400_000
-"""Number of objects. Their total of over 40 MB exceeds the private caches of a core."""
+"""Number of objects. Their total size of over 40 MB exceeds the private caches of a core."""
 LOOKUPS, VIEWS = 60_000, 3_000
-"""Lookups and views per measurement, which take about ten milliseconds."""
+"""Lookups and views per measurement. Together they take about ten milliseconds."""
 MAX_SECONDS = 1
-"""Maximum of `--seconds`. The copies of a longer measurement would fill the driver's queue and block the host."""
+"""Maximum of `--seconds`. Copies for a longer measurement would fill the driver's queue and block the host."""
 TRAFFIC: Sequence[tuple[str, Sequence[bool]]] = (
     ("none", ()),
     ("to the host", (True,)),
     ("to the device", (False,)),
     ("both directions", (True, False)),
 )
-"""Name of each kind of traffic, and whether each of its directions is to the host."""
+"""Each kind of traffic has a name and a tuple of directions: True for copies to the host, False for copies to the device."""
 
 
 class HostWork:
-    """Two kinds of work for the host."""
+    """Two kinds of CPU work: lookups and views."""
 
     def __init__(self) -> None:
         self._objects = [(index, float(index)) for index in range(OBJECTS)]
@@ -67,7 +67,7 @@ class HostWork:
 
 
 class Copies:
-    """Copies of pinned memory, in either direction."""
+    """Copies between pinned host memory and the device, in either direction."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -82,7 +82,7 @@ class Copies:
         stream = device.d2h_stream if to_host else device.h2d_stream
         start = device.record_event(stream, is_timed=True)
         for number in range(count):
-            # Each direction uses half of the slabs, so that the two never touch the same bytes.
+            # Each direction uses half of the slabs, so that the two directions never touch the same bytes.
             on_host = self._slabs[2 * (number % (SLABS // 2)) + to_host].buffer
             on_device = self._on_device[to_host]
             destination, source = (on_host, on_device) if to_host else (on_device, on_host)
@@ -100,7 +100,7 @@ def measure_during(
     device: Device, copies: Copies, work: HostWork, directions: Sequence[bool], seconds: float
 ) -> tuple[float, float, list[float]]:
     """Return the seconds per lookup and per view during copies, and the bytes per second in each direction."""
-    # At 60 GB/s, a copy takes 4.5 ms. Queue 1.5 times as many as fit into `seconds`, so that copies outlast the work.
+    # At 60 GB/s, a copy takes 4.5 ms. Queue 1.5 times as many as fit into `seconds`, so that the copies outlast the work.
     count = max(1, round(1.5 * seconds / 4.5e-3))
     events = [device.record_event(device.current_stream())]
     device.synchronize(events[0])
@@ -120,8 +120,8 @@ def measure_during(
 def main() -> int:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.2, help="duration of each measurement")
-    parser.add_argument("--repeats", type=int, default=4, help="repeats of all kinds of traffic")
+    parser.add_argument("--seconds", type=float, default=0.2, help="duration of each measurement in seconds")
+    parser.add_argument("--repeats", type=int, default=4, help="repeats of each kind of traffic")
     options = parser.parse_args()
     if options.repeats < 1 or not 0 < options.seconds <= MAX_SECONDS:
         parser.error(f"--repeats must be 1 or more, and --seconds above 0 and at most {MAX_SECONDS}.")
@@ -132,7 +132,7 @@ def main() -> int:
         return 2
     copies, work = Copies(device), HostWork()
     measured: dict[str, list[tuple[float, float, list[float]]]] = {name: [] for name, _ in TRAFFIC}
-    for _ in range(options.repeats):  # alternating, since the speed of a host changes
+    for _ in range(options.repeats):  # alternating, since the host's speed varies over time
         for name, directions in TRAFFIC:
             measured[name].append(measure_during(device, copies, work, directions, options.seconds))
     copies.close()

@@ -1,8 +1,8 @@
 """Measures the energy, clock and power of a GPU over a period, for other scripts in this folder.
 
-The meter reads the driver's management library through nvidia-ml-py (`pip install nvidia-ml-py`). The GPU may be in use by
-another process. The energy counter of a GPU updates only every few dozen milliseconds, so measure at least a second of work at
-a time.
+The meter reads NVML, the driver's management library, through nvidia-ml-py (`pip install nvidia-ml-py`). The measured work can
+run in another process. The energy counter of a GPU updates only every few dozen milliseconds, so measure at least a second of
+work at a time.
 """
 
 import contextlib
@@ -20,14 +20,14 @@ SAMPLE_SECONDS = 0.01
 
 @dataclasses.dataclass
 class Reading:
-    """Readings over one period."""
+    """Energy over one period, with samples of clock and power."""
 
     joules: float = 0.0
     clocks_mhz: list[int] = dataclasses.field(default_factory=list)
-    """Clock of the multiprocessors, by sample."""
+    """SM clock in each sample."""
     watts: list[float] = dataclasses.field(default_factory=list)
     is_capped: list[bool] = dataclasses.field(default_factory=list)
-    """Whether the power limit lowered the clock, by sample."""
+    """Whether the power limit lowered the clock, for each sample."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Energy:
 
 
 class EnergyMeter:
-    """Meter of the first GPU in `CUDA_VISIBLE_DEVICES`. Used as a context manager, it closes the library at the end.
+    """Meter for the first GPU in `CUDA_VISIBLE_DEVICES`. As a context manager, it shuts down NVML on exit.
 
     Raises:
-        ConfigError: The library is not installed, the GPU does not exist, or it does not count its energy.
+        ConfigError: nvidia-ml-py is not installed, the GPU does not exist, or the GPU has no energy counter.
     """
 
     def __init__(self) -> None:
@@ -70,12 +70,12 @@ class EnergyMeter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close the library."""
+        """Shut down NVML."""
         self._nvml.nvmlShutdown()
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Reading]:
-        """Measure the body. The reading is complete when the body ends."""
+        """Measure the body. The yielded reading is complete when the body ends."""
         reading, is_over = Reading(), threading.Event()
 
         def sample() -> None:
@@ -93,7 +93,7 @@ class EnergyMeter:
             reading.joules = self._read_joules() - before
 
     def _read_joules(self) -> float:
-        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device)) / 1e3  # since the driver was loaded
+        return float(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device)) / 1e3  # total since the driver was loaded
 
     def _sample(self, reading: Reading) -> None:
         nvml, device = self._nvml, self._device
@@ -104,7 +104,7 @@ class EnergyMeter:
 
 
 def summarize(readings: list[Reading], *, steps: int) -> Energy:
-    """Summarize `readings` of `steps` steps in total."""
+    """Summarize `readings`, which cover `steps` steps in total."""
 
     def average(name: str) -> float:
         samples = [sample for reading in readings for sample in getattr(reading, name)]

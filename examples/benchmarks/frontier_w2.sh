@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Compares all systems on the reference workload W2. This run makes the plot at the top of the README.
+# Compares all systems on the reference workload W2. The plot at the top of the README shows the results on an H100.
 #
 #     bash examples/benchmarks/frontier_w2.sh [--out FOLDER] [other options of fgoffload bench, or Megatron's flags]
 #
@@ -8,15 +8,15 @@
 # separate process. All settings run twice. Options after the command override those in the script: `--repeats 3` adds intervals.
 #
 # The script changes to the repository's root, so paths and --out (by default bench_w2_moe) are relative to the root. It sets two
-# variables. Megatron's launch scripts also set the first one. With the second one, Transformer Engine runs the linears of all
-# experts of a layer in one launch, which avoids most kernel launches.
+# environment variables. CUDA_DEVICE_MAX_CONNECTIONS is also set by Megatron's launch scripts. With
+# NVTE_USE_CUTLASS_GROUPED_GEMM, one launch runs the linears of all experts in a layer, which avoids most kernel launches.
 #
-# Needs one idle GPU with 80 GB or more from the hardware table, such as an H100 or H200; Transformer Engine; and matplotlib for
-# the plot. Takes about twenty minutes.
+# The script needs one idle GPU with 80 GB or more from the hardware table, such as an H100 or H200; Transformer Engine; and
+# matplotlib for the plot. It takes about twenty minutes.
 #
-# Expected output: the progress of each setting, then a table of all settings with p20 and p80 of their steps, the step time
-# over baseline in each repeat, memory and predictions. For each budget, the table shows the fastest setting of each system. The
-# --out folder contains the table as a page, results.csv with a row per setting and repeat, the plans, and frontier.png with
+# Expected output: the progress of each setting, then a table of all settings with p20 and p80 of their step times, the ratio to
+# the baseline in each repeat, memory and predictions. For each budget, the output shows the fastest setting of each system. The
+# --out folder contains the table as Markdown, results.csv with a row per setting and repeat, the plans, and frontier.png with
 # peak memory against step time. docs/results/megatron.md shows our results.
 
 set -euo pipefail

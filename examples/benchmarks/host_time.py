@@ -3,13 +3,13 @@
     python examples/benchmarks/host_time.py ARGUMENTS.sh [--settings baseline plan:FILE ...] [--steps 8] [--warmup 3]
         [--out FILE] [Megatron's flags]
 
-In a forward with experts, the host waits for the device in each layer. Between two waits, the host must launch a layer at least
-as fast as the device runs one, or the device becomes idle. The first wait of each forward is for the previous backward, in
-which the host runs ahead of the device. Waits can therefore be long even if the step is not launch-bound. The script uses no
-profiler, since that would double the CPU time.
+In the forward of a model with experts, the host waits for the device in each layer. Between two waits, the host must launch a
+layer at least as fast as the device runs one, or the device becomes idle. During backward, the host runs ahead of the device,
+so the first wait of the next forward lasts until that backward ends. Waits can therefore be long even if the step is not
+launch-bound. The script uses no profiler, since profiling would double the CPU time.
 
-Expected output: a table of medians per setting in ms per step: the step, the CPU time of forward and of backward without
-waits, and the waits in each. With `--out`, the script writes every step as JSON.
+Expected output: a table with the medians of each setting in ms per step: the step time, the CPU time of forward and of backward
+without waits, and the waits in each. With `--out`, the script writes the times of every step as JSON.
 """
 
 import argparse
@@ -44,29 +44,29 @@ HEADINGS = ("setting", "step", "forward", "forward waits", "backward", "backward
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class HostStep:
-    """Seconds of one step."""
+    """Times of one step."""
 
     step_s: float
     """Seconds until the device finished the step."""
     forward_s: float
     """CPU seconds in all forward passes, without waits."""
     forward_waits_s: float
-    """Seconds in which the host waited for an event in forward passes."""
+    """Seconds that the host waited for events in forward passes."""
     backward_s: float
     """CPU seconds in all backward passes, without waits."""
     backward_waits_s: float
-    """Seconds in which the host waited for an event in backward passes."""
+    """Seconds that the host waited for events in backward passes."""
 
 
 class Clock:
-    """Sums the CPU time of the calls that it wraps."""
+    """Sums the wall-clock time of wrapped calls, and of the waits inside them."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self._inside = ""
 
     def wrap(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap `original` to add its time to the sum for `name`."""
+        """Wrap `original` so that its time is added to the sum for `name`."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ class Clock:
         return call
 
     def wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the blocking function `original` to add its time to the waits of the enclosing call."""
+        """Wrap the blocking function `original` so that its time counts as waits of the enclosing wrapped call."""
 
         @functools.wraps(original)
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def read(self, step_s: float) -> HostStep:
-        """Return the sums of a step."""
+        """Return the times of a step, given its duration and the sums so far."""
         times = [self.seconds.get(name, 0.0) for name in ("forward", "forward waits", "backward", "backward waits")]
         return HostStep(
             step_s=step_s,
@@ -109,20 +109,20 @@ class Clock:
 
 @contextlib.contextmanager
 def clocked() -> Iterator[Clock]:
-    """Measure the CPU time of Megatron's schedules in the body."""
+    """Yield a clock that times the forward and backward calls of Megatron's schedules in the body."""
     import megatron.core.pipeline_parallel.schedules as schedules
 
     clock = Clock()
     with Patches() as patches:
         for name, what in (("forward_step", "forward"), ("backward_step", "backward")):
             patches.replace(SCHEDULES, name, clock.wrap(getattr(schedules, name), what))
-        # Backward runs on autograd's own thread, while its caller waits.
+        # Autograd runs backward on its own thread while the caller blocks, so waits on that thread belong to the caller.
         patches.replace("torch.cuda:Event", "synchronize", clock.wrap_wait(torch.cuda.Event.synchronize))
         yield clock
 
 
 def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> list[HostStep]:
-    """Return the CPU time of each timed step of a setting."""
+    """Return the times of each timed step of a setting."""
     found = []
     with runner.train(setting) as trainer, disable_collector():
         for _ in range(warmup):
@@ -135,7 +135,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, steps: int) -> lis
 
 
 def build_table(title: str, results: dict[str, list[HostStep]]) -> Table:
-    """Return the table of medians of all settings."""
+    """Return a table with the medians of all settings."""
     table = Table(title=Text(title), title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading == HEADINGS[0] else "right")
@@ -153,7 +153,7 @@ def run_all(options: argparse.Namespace, flags: Sequence[str], console: Console)
     """
     settings = [parse_setting(word) for word in options.settings]
     for setting in settings:
-        setting.list_flags()  # raises for budgets, since this script makes no plans
+        setting.list_flags()  # raises an error for budgets, since this script makes no plans
     own_flags = ("--settings", "--steps", "--warmup", "--out")
     with open_runner(options.file, flags, own_flags=own_flags, warmup=options.warmup, steps=options.steps) as runner:
         results = {one.name: measure(runner, one, warmup=options.warmup, steps=options.steps) for one in settings}

@@ -8,13 +8,13 @@
 Qwen3-30B (hidden 2048, 64 experts of 768, 8 per token) and one sequence of 8192. Weights are random, in bf16. verl and TRL run
 only on a GPU, and only if `verl.utils.activation_offload` and `trl.models.activation_offloading` can be imported.
 
-Expected output: a row for each setting with the median step, its ratio to the first setting, the peak allocated memory, the
-bytes offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first
+Expected output: a row for each setting with the median step time, its ratio to the first setting, the peak allocated memory,
+the GiB offloaded per step, and whether loss and gradients with deterministic kernels are bitwise identical to the first
 setting's. `over link` is the step time divided by a lower bound, which is the sum of a bound for forward and a bound for
-backward. Each of these bounds is the larger of two times: that of the pass in the first setting, and that of the pass's copies
-at the link rate of the same run. `--budgets` adds settings with a memory budget, shows the prediction of each plan, and prints
-the plans. A plan settles after 15 to 70 steps. If a setting fails, its row shows the error. The script prints all rows a second
-time at the end. It writes them to `--out`, or else to a file in the folder `$OUT` if that is set.
+backward. Each of these bounds is the larger of two times: the duration of the pass in the first setting, and the duration of
+the pass's copies at the link rate of the same run. `--budgets` adds settings with a memory budget. The script then also prints
+each plan and its predictions. A plan settles after 15 to 70 steps. If a setting fails, its row shows the error. The script
+prints all rows again at the end, and writes them to `--out`, or else to a file in the folder `$OUT` if that variable is set.
 """
 
 import argparse
@@ -34,7 +34,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before CUDA starts: one step of each setting is deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set before CUDA starts, for deterministic steps
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ MOE = {
 }
 TINY = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 32, "num_attention_heads": 2, "head_dim": 32}
 TINY |= {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 128}
-WORKLOADS = {  # the model's class and configuration, its layers, sequences and tokens
+WORKLOADS = {  # model class, config class, sizes, number of layers, and (sequences, tokens per sequence)
     "dense": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, DENSE, 12, (2, 4096)),
     "moe": (transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig, MOE, 8, (1, 8192)),
 }
@@ -76,7 +76,7 @@ WORKLOADS = {  # the model's class and configuration, its layers, sequences and 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Row:
-    """Result of one setting. Predictions are those of the settled plan."""
+    """Result of one setting. The predictions are those of the settled plan."""
 
     setting: str
     step_ms: float | None = None
@@ -120,7 +120,7 @@ class Baseline:
 
 @contextlib.contextmanager
 def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ckpt: bool = False) -> Iterator[object]:
-    """Offload the model's layers, or the modules that match `patterns`, with default sizes."""
+    """Offload the model's layers, or the modules that match `patterns`, with default transfer settings."""
     handle = fgoffload.offload(model, patterns) if patterns else enable_activation_offloading(model, "fsdp2", enable_ckpt)
     with handle:
         yield handle
@@ -128,7 +128,7 @@ def offload(model: torch.nn.Module, *, patterns: tuple[str, ...] = (), enable_ck
 
 @contextlib.contextmanager
 def plan(model: torch.nn.Module, budget: str) -> Iterator[object]:
-    """Offload and recompute by a plan for a memory budget, and print the plan."""
+    """Offload and recompute according to a plan for a memory budget, and print the plan."""
     with fgoffload.offload(model, memory=budget) as handle:
         yield handle
         print(fgoffload.explain(handle))
@@ -147,13 +147,13 @@ SETTINGS: dict[str, Callable[[torch.nn.Module], contextlib.AbstractContextManage
     "save_on_cpu": save_on_cpu,
 }
 MAX_WARMUP_STEPS = 120
-"""Maximum steps until a plan settles."""
+"""Maximum number of untimed steps, even if the plan has not settled."""
 MAX_RATIO = 1.5
 PACKAGES = {"verl": "verl.utils.activation_offload", "trl": "trl.models.activation_offloading"}
 
 
 def make_model(options: argparse.Namespace) -> torch.nn.Module:
-    """Return a model with random weights whose layers are FSDP units of one rank."""
+    """Return a model with random weights whose layers are FSDP units on a single rank."""
     model_class, config_class, sizes, layers, _ = WORKLOADS[options.workload]
     sizes = sizes | {name: size for name, size in TINY.items() if name in sizes} if options.smoke else sizes
     config = config_class(num_hidden_layers=options.layers or layers, use_cache=False, **sizes)
@@ -173,7 +173,7 @@ def synchronize() -> None:
 
 
 def run_step(model: torch.nn.Module, tokens: torch.Tensor, microbatches: int) -> torch.Tensor:
-    """Run a step, wait for the device, and return the last loss."""
+    """Run a step, wait for the device, and return the loss of the last microbatch."""
     model.zero_grad()
     for _ in range(microbatches):
         loss = model(tokens, labels=tokens).loss
@@ -200,7 +200,7 @@ def find_digest(model: torch.nn.Module, tokens: torch.Tensor) -> str:
 
 
 def measure_rates() -> tuple[float, float]:
-    """Return the link's bytes per second to the host and to the device, for large copies in one direction at a time."""
+    """Return the link's bytes per second to the host and to the device, measured separately with large copies."""
     device, host = (torch.empty(256 * MIB, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     host = torch.empty_like(device, device="cpu", pin_memory=DEVICE.type == "cuda")
     rates = []
@@ -217,7 +217,7 @@ def measure_rates() -> tuple[float, float]:
 
 
 def measure_forward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
-    """Return the minimum seconds of a forward with gradients."""
+    """Return the seconds of the fastest of three forward passes under autograd."""
     seconds = []
     for _ in range(3):
         synchronize()
@@ -245,7 +245,7 @@ def measure(
             gc.collect()
             synchronize()
             if DEVICE.type == "cuda":
-                torch.cuda.reset_peak_memory_stats()  # in each step, since a budget's compared steps reset them too
+                torch.cuda.reset_peak_memory_stats()  # in each step: measurements for a budget also reset it
             begin = time.perf_counter()
             run_step(model, tokens, options.microbatches)
             seconds.append(time.perf_counter() - begin)
@@ -270,7 +270,7 @@ def measure(
 
 
 def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Namespace, handle: object, row: Row) -> None:
-    """Run the steps before the measured ones, and record the predictions of the settled plan."""
+    """Run the untimed steps, and record the predictions of the settled plan."""
     for step in range(MAX_WARMUP_STEPS):
         planned = getattr(handle, "planned", None)
         is_settled = planned is not None and planned.measured is not None and planned.measured.step_s > 0
@@ -282,7 +282,7 @@ def warm_up(model: torch.nn.Module, tokens: torch.Tensor, options: argparse.Name
 
 
 def draw(source: Path, picture: Path) -> None:
-    """Plot peak memory against step time of the settings in `source`. The legend lists step times above 1.5."""
+    """Plot peak memory against step time for the settings in `source`. The legend gives ratios above `MAX_RATIO`."""
     from matplotlib.figure import Figure
 
     with source.open(encoding="utf-8") as stream:
@@ -311,12 +311,12 @@ def parse_options() -> argparse.Namespace:
         "--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS), metavar="NAME", help=", ".join(SETTINGS)
     )
     parser.add_argument("--budgets", nargs="+", default=[], metavar="SIZE", help="memory budgets to plan for")
-    parser.add_argument("--layers", type=int, help="number of layers, instead of the workload's")
+    parser.add_argument("--layers", type=int, help="number of layers, instead of the workload's own")
     parser.add_argument("--steps", type=int, default=8, help="timed steps")
     parser.add_argument("--microbatches", type=int, default=1, help="microbatches per step, with accumulated gradients")
     parser.add_argument("--warmup", type=int, default=40, help="untimed steps; a hot GPU is up to 2%% slower than a cold one")
     parser.add_argument("--smoke", action="store_true", help="use a tiny model, to test the script with or without a GPU")
-    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file to --out, and measure nothing")
+    parser.add_argument("--draw", type=Path, metavar="FILE.csv", help="plot this file to --out without measuring")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args()
     if options.steps < 1:
@@ -343,7 +343,7 @@ def try_to_measure(
         return Row(setting=name, error=f"skipped: needs a GPU and {PACKAGES[name.split()[0]]}"), baseline
     try:
         return measure(name, options, baseline, rates)
-    except Exception as error:  # noqa: BLE001 - any error of an alternative or a budget belongs in its row
+    except Exception as error:  # noqa: BLE001 - the row shows any error of an alternative or a budget
         traceback.print_exc(limit=-6)
         return Row(setting=name, error=f"{type(error).__name__}: {error}"), baseline
 
@@ -367,7 +367,7 @@ def main() -> int:
             torch.cuda.empty_cache()
         print(row, flush=True)
         rows.append(row)
-        if options.out is not None:  # after each row, so that a stopped run keeps the earlier ones
+        if options.out is not None:  # after each row, so that an interrupted run keeps its rows
             options.out.write_text(json.dumps([dataclasses.asdict(one) for one in rows], indent=1), encoding="utf-8")
         if baseline is None:
             break  # without a baseline, the ratios of all other settings are undefined

@@ -4,14 +4,14 @@
 The device is idle while no kernel runs on any stream, between the first and last kernel of a step. Experts run on separate
 streams, so gaps on a single stream do not count. Copies and fills are not kernels: a device that only copies is idle.
 
-A gap is at a wait if the host returns from that wait within the gap. In that case, the host could not have launched the kernel
-that ends the gap any earlier, whether a copy or a kernel transfers the awaited bytes. The script also measures how much of such
-a gap the host spends inside waits. That part grows if other copies are queued ahead of the awaited bytes. In the rest of the
-gap, the host launches kernels, including work that it had not launched before the wait.
+A gap is at a wait if the host returns from that wait within the gap. Until the wait is over, the host cannot launch the
+kernel that ends the gap, whether a copy or a kernel transfers the awaited bytes. We also measure how much of each gap the host
+spends inside waits. That part grows if other copies are queued ahead of the awaited bytes. In the rest of the gap, the host
+launches kernels, including any work that it had not launched before the wait.
 
-A gap has a late launch if the launch call of the kernel that ends it returned only after the gap began: the device was idle
-because of the host. In all other gaps, the kernel was already launched, and the device waited for an event or was slow to
-start.
+A gap has a late launch if the launch call of the kernel that ends the gap returned only after the gap began: the device was
+idle because of the host. In all other gaps, the kernel had already been launched, and the device was waiting for an event or
+was slow to start the kernel.
 """
 
 import bisect
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from trace_events import Event, is_copy, is_kernel
 
 WAIT_RANGE = "fgoffload: the host may wait"
-"""Name of the profiler range around waits. Other waits of the host, such as at the end of a step, do not count."""
+"""Name of the profiler range around the waits to count. Other host waits, such as at the end of a step, do not count."""
 
 _CALLS = ("cuda_runtime", "cuda_driver")
 
@@ -40,13 +40,13 @@ class Span(NamedTuple):
         return (self.end_us - self.begin_us) / 1e3
 
     def find_overlap_ms(self, other: "Span") -> float:
-        """Return the milliseconds in which both spans overlap."""
+        """Return the overlap of both spans in milliseconds."""
         return max(0.0, min(self.end_us, other.end_us) - max(self.begin_us, other.begin_us)) / 1e3
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Gap:
-    """A time between two kernels in which no kernel runs."""
+    """A period between two kernels in which no kernel runs."""
 
     span: Span
     kernel: str
@@ -56,7 +56,7 @@ class Gap:
     waiting_ms: float
     """Milliseconds of the gap that the host spent inside waits."""
     is_late_launch: bool
-    """Whether the launch was late. See [Note: Idle time]. False if the trace lacks the launch."""
+    """Whether the gap has a late launch. See [Note: Idle time]. False if the trace does not contain the launch call."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,12 +66,12 @@ class IdleTime:
     span_ms: float
     """Milliseconds from the start of the first kernel to the end of the last one."""
     waits: int
-    """Number of calls in which the host waited, even if the device was busy."""
+    """Number of calls in which the host waited, including waits while the device was busy."""
     gaps: tuple[Gap, ...]
 
     @property
     def idle_ms(self) -> float:
-        """Milliseconds of all gaps."""
+        """Total length of all gaps in milliseconds."""
         return sum(gap.span.ms for gap in self.gaps)
 
     @property
@@ -81,7 +81,7 @@ class IdleTime:
 
     @property
     def late_ms(self) -> float:
-        """Milliseconds of all gaps with a late launch."""
+        """Total length of all gaps with a late launch, in milliseconds."""
         return sum(gap.span.ms for gap in self.gaps if gap.is_late_launch)
 
     @property
@@ -91,7 +91,7 @@ class IdleTime:
 
     @property
     def elsewhere_ms(self) -> float:
-        """Milliseconds of all gaps that are not at waits."""
+        """Total length of all gaps that are not at waits, in milliseconds."""
         return sum(gap.span.ms for gap in self.gaps if not gap.is_at_wait)
 
     @property
@@ -100,7 +100,7 @@ class IdleTime:
         return max(self.gaps, key=lambda gap: gap.span.ms, default=None)
 
     def sum_by_kernel(self) -> dict[str, tuple[int, float, float]]:
-        """Return the number, total ms and longest ms of gaps by the kernel that ends them, the largest total first."""
+        """Return the count, total ms and longest ms of gaps, keyed by the kernel that ends them, largest total first."""
         found: dict[str, list[float]] = {}
         for gap in self.gaps:
             found.setdefault(gap.kernel, []).append(gap.span.ms)
@@ -109,10 +109,10 @@ class IdleTime:
 
 
 def find_idle_time(events: Sequence[Event]) -> IdleTime | None:
-    """Return the idle time of a trace's device.
+    """Return the idle time of the device in a traced step.
 
     Args:
-        events: Events of one step, process and device.
+        events: Trace events of one step of one process on one device.
 
     Returns:
         None if no kernel was traced, as on a CPU.
@@ -134,28 +134,28 @@ def find_idle_time(events: Sequence[Event]) -> IdleTime | None:
 
 
 def list_waits(events: Iterable[Event]) -> list[Span]:
-    """Return the calls in which the host waited within `WAIT_RANGE` ranges, in order."""
+    """Return the calls inside `WAIT_RANGE` ranges in which the host waited, ordered by time."""
     events = list(events)
     ranges = _merge(_get_span(event) for event in events if _is_range(event))
-    # A copy to pageable memory returns when it is done; a copy to pinned memory returns immediately.
+    # A call that copies to pageable memory returns when the copy is done; with pinned memory, it returns immediately.
     slow = {_get_correlation(event) for event in events if is_copy(event, way="DtoH") and "Pageable" in event["name"]}
     calls = (
         _get_span(event)
         for event in events
         if event.get("cat") in _CALLS and ("Synchronize" in event["name"] or _get_correlation(event) in slow)
     )
-    # Match by time on all threads: no other thread calls CUDA while the training thread is in such a range.
+    # Match calls by time, on any thread: no other thread calls CUDA while the training thread is in such a range.
     return sorted(call for call in calls if any(one.begin_us <= call.begin_us < one.end_us for one in ranges))
 
 
 def shorten(name: str) -> str:
-    """Return the name of a kernel without template arguments and parameters."""
+    """Return the kernel name without template arguments and parameters."""
     plain = name.replace("(anonymous namespace)::", "").removeprefix("void ")
     return plain.partition("<")[0].partition("(")[0]
 
 
 def _describe_gap(span: Span, kernel: Event, waits: Sequence[Span], *, is_late_launch: bool) -> Gap:
-    # The host is in one wait at a time, so the ends of the waits are ordered too.
+    # Waits do not overlap, so they are sorted by end as well as by begin.
     first = bisect.bisect_left(waits, span.begin_us, key=lambda wait: wait.end_us)
     last = bisect.bisect_left(waits, span.end_us, key=lambda wait: wait.begin_us)
     own = waits[first:last]

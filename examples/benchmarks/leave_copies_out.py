@@ -1,15 +1,15 @@
-"""Separates the cost of copies from the rest of offload, by running the same steps with and without copies.
+"""Separates the cost of copies from the other costs of offload, by running the same steps with and without copies.
 
     python examples/benchmarks/leave_copies_out.py ARGUMENTS.sh [--settings ours:expert_fc1 plan:FILE ...] [--rounds 12]
         [--warmup 2] [--out FILE] [Megatron's flags]
 
 Each setting has one model. Each round runs one step of each kind: with all copies, without copies to the host, without any
 copies, and without offload but with the plan's recompute. Every other round runs in reverse order. The steps without copies
-have the same groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
+have the same offload groups, events, waits and memory. Their gradients are garbage, but no optimizer uses them.
 
-Expected output: a row for each kind of step of each setting. It shows the median, and the overhead over the step without
-offload in the same round with its 95% interval. "no copies" shows the CPU time of groups. The rest is the cost of copies:
-compute waits for them, and they share memory bandwidth with the host. With `--out`, the script writes every step as JSON.
+Expected output: a row for each kind of step of each setting. It shows the median step time, and the ratio to the step without
+offload in the same round, with a 95% interval. The ratio of "no copies" shows the CPU overhead of offload. Copies cause the
+rest: compute waits for them, and they share memory bandwidth with the CPU. `--out` receives every step as JSON.
 """
 
 import argparse
@@ -54,7 +54,7 @@ class Kind(enum.Enum):
 
 
 class Omission:
-    """Current kind of step, which determines the omitted copies."""
+    """Holds the current kind of step, which determines the copies to omit."""
 
     def __init__(self) -> None:
         self.kind = Kind.ALL
@@ -62,7 +62,7 @@ class Omission:
 
 @contextlib.contextmanager
 def omitting(integration: MegatronOffload) -> Iterator[Omission]:
-    """Omit copies of `integration` in the body, as the yielded object specifies."""
+    """In the body, omit the copies of `integration` that the yielded object specifies."""
     omission, device = Omission(), integration.engine.device
     copy_bytes, find_region = device.copy_bytes, integration.find_region
 
@@ -81,7 +81,7 @@ def omitting(integration: MegatronOffload) -> Iterator[Omission]:
 
 
 def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> dict[Kind, list[float]]:
-    """Return the seconds of each step of a setting, by kind, in the order of the rounds."""
+    """Return the seconds of each step of a setting in the order of the rounds, keyed by the kind of step."""
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
     with (
         runner.train(setting) as trainer,
@@ -99,7 +99,7 @@ def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> di
 
 
 def build_table(title: str, results: dict[str, dict[Kind, list[float]]]) -> Table:
-    """Return the table of medians of all settings and kinds of steps."""
+    """Return a table with the median of each setting and kind of step."""
     table = Table(title=Text(title), title_justify="left")
     for heading in HEADINGS:
         table.add_column(heading, justify="left" if heading in HEADINGS[:2] else "right")

@@ -4,15 +4,15 @@
         [--repeats 2] [--trace FOLDER] [--out FOLDER] [Megatron's flags]
 
 The default `arguments/w2_moe.sh` needs one GPU of 80 GB and Transformer Engine; `arguments/tiny_moe.sh` runs anywhere. One
-process trains three settings in order, with a new model each time, and repeats the whole list: "no offload", "before" (offload
-without remedies) and "after" (offload as shipped). The remedies are in `host_waits/waits.py` of the integration. Without the
-remedies, the engine does not delay other copies until a wait is over, and the copy engine transfers the bytes that the host
-waits for. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
+process trains three settings in order, with a new model each time: "no offload", "before" (offload without remedies) and
+"after" (offload as shipped). `--repeats` repeats all three. The remedies are in `host_waits/waits.py` of the Megatron
+integration. Some hold offload copies back until a wait is over. Others write the awaited bytes to the host with a kernel
+instead of the copy engine. Megatron's flags, such as `--moe-permute-fusion`, follow the file and override it.
 
 Expected output: a line for each run, then a table of step times, peaks and bytes. On a GPU, a second table shows the idle time
-in one step of the first repeat under torch's profiler, and how much of that time occurs at waits of the token dispatchers
-([Note: Idle time] in `idle_time.py`). The script writes all numbers to `waits.json` in `--out` after each run, and the traces
-of these steps to `--trace`.
+of each setting in one step under torch's profiler, and how much of that time occurs at waits of the token dispatchers ([Note:
+Idle time] in `idle_time.py`). After each run, the script writes all numbers to `waits.json` in `--out`. It writes the traces of
+the profiled steps to `--trace`.
 """
 
 import argparse
@@ -75,7 +75,7 @@ IDLE_HEADINGS = (
 
 
 class Remedies(enum.Enum):
-    """Measured settings. The values are their names in the tables."""
+    """The three settings. The values are their names in the tables."""
 
     NO_OFFLOAD = "no offload"
     BEFORE = "before"  # offload without any remedy
@@ -88,7 +88,7 @@ class Run:
 
     remedies: Remedies
     repeat: int
-    """Number of the repeat, from 0."""
+    """Index of the repeat, starting at 0."""
     step_seconds: tuple[float, ...]
     """Seconds of the timed steps, in order."""
     peak_allocated_bytes: int | None
@@ -100,11 +100,11 @@ class Run:
 
     @property
     def ms(self) -> float:
-        """The median step in milliseconds."""
+        """The median step time in milliseconds."""
         return 1e3 * statistics.median(self.step_seconds)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return all data for the JSON file."""
+        """Return the fields for the JSON file."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["remedies"] = self.remedies.value
         if self.idle is not None:
@@ -130,7 +130,7 @@ class Run:
 
 @contextlib.contextmanager
 def disable_remedies() -> Iterator[None]:
-    """Disable the wait remedies in the body. The library has no such option, since no user needs it."""
+    """Disable the wait remedies in the body. The library has no option for this, since users do not need one."""
     with Patches() as patches:
         patches.replace("fgoffload.integrations.megatron.host_waits.waits", "wrap_waits", lambda *_: None)
         patches.replace("fgoffload.integrations.megatron.adapter.layers", "has_held_wait", lambda _: False)
@@ -139,7 +139,7 @@ def disable_remedies() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mark_waits() -> Iterator[None]:
-    """Put a profiler range around every method in which a token dispatcher may wait."""
+    """Put a profiler range around every method of a token dispatcher in which the host can wait."""
     with Patches() as patches:
         held = [(wait.dispatcher, wait.method) for wait in HELD_WAITS]
         for dispatcher, method in (("MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize"), *held):
@@ -153,7 +153,7 @@ def _mark(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *, repeat: int) -> Run:
-    """Train one setting and return its result. The first repeat also traces a step.
+    """Train one setting and return its result. In the first repeat, also trace a step.
 
     Raises:
         OffloadError: The setting cannot be trained, or nothing is offloaded.
@@ -185,7 +185,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
 
 
 def time_step(trainer: Trainer) -> float:
-    """Run a step and return its seconds, by device events on a GPU or by the host's clock."""
+    """Run a step and return its seconds, measured with CUDA events on a GPU and with the host's clock otherwise."""
     gc.collect()
     if not torch.cuda.is_available():
         return trainer.run_step(with_digests=False).seconds
@@ -206,7 +206,7 @@ def trace_step(trainer: Trainer, path: Path) -> IdleTime | None:
 
 
 def warm_profiler() -> None:
-    """Load the profiler's libraries, so that the first traced step is not slower than the others."""
+    """Load the profiler's libraries, so that the first traced step is not slower than later ones."""
     if torch.cuda.is_available():
         with tempfile.TemporaryDirectory(prefix="fgoffload-") as name:
             write_trace(lambda: torch.ones(1, device="cuda").item(), Path(name) / "trace.json")
@@ -268,7 +268,7 @@ def build_table(title: str, headings: Sequence[str], rows: Sequence[tuple[str, .
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
-    """Return the script's own options, and the remaining words for Megatron."""
+    """Return the script's own options, and the remaining arguments for Megatron."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", nargs="?", type=Path, default=ARGUMENTS / "w2_moe.sh")
     parser.add_argument("--tags", metavar="TAG", nargs="+", default=["core_attn", "attn_proj"])
@@ -337,13 +337,13 @@ def run_all(options: argparse.Namespace, job: Job, console: Console) -> None:
     if idle := list_idle_rows(runs):
         console.print(build_table("idle time: no kernel on any stream", IDLE_HEADINGS, idle))
     else:
-        console.print("The traces have no kernels, so idle time cannot be reported.", highlight=False)
+        console.print("The traces contain no kernels, so there is no idle time to report.", highlight=False)
 
 
 def main() -> int:
     """Measure, print and write the results."""
     options, flags = parse_options()
-    # Megatron's launch scripts set the same value. CUDA reads it when it starts.
+    # Megatron's launch scripts set the same value. CUDA reads the variable when it initializes.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     console = Console()
     console.width = max(console.width, 160)

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/memory_of_a_step.py images/memory_huggingface.png
 
-Expected output: one line per setting with its activation peak. The script runs on a CPU.
+Expected output: one line per setting with its activation peak, and the plot as a PNG file. The script runs on a CPU.
 """
 
 import contextlib
@@ -20,12 +20,12 @@ SETTINGS = {"baseline": None, "MLPs offloaded": ["model.layers.*.mlp"], "layers 
 
 
 def measure(patterns: list[str] | None) -> list[float]:
-    """Return the MiB of activations on the device at each save and unpack of a tensor in the second step."""
+    """Return the MiB of activations on the device whenever the second step saves or unpacks a tensor."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(LlamaConfig(**SIZES))
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 512))
     handle = None if patterns is None else fgoffload.offload(model, patterns)
-    model(input_ids=tokens, labels=tokens).loss.backward()  # creates the engine
+    model(input_ids=tokens, labels=tokens).loss.backward()  # the first step creates the engine
     ledger = ActivationLedger(parameters=model.parameters())
     engine = None if handle is None else handle.engine
     with ledger.watch(), contextlib.nullcontext() if engine is None else engine.observe(ledger):

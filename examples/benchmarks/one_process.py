@@ -16,12 +16,12 @@ from fgoffload.trainer.parallel import destroy_parallel, initialize_parallel
 
 @contextlib.contextmanager
 def open_runner(file: Path, flags: Sequence[str], *, own_flags: Sequence[str], warmup: int, steps: int) -> Iterator[Runner]:
-    """Yield a runner for the model of `file`, within the process groups that it needs.
+    """Create the process groups that the model of `file` needs, and yield a runner for it.
 
     Args:
         file: A Megatron argument file.
         flags: Megatron's flags from the command line.
-        own_flags: Flags of the script.
+        own_flags: Names of the script's own flags.
         warmup: Untimed steps of each setting.
         steps: Timed steps of each setting.
 

@@ -5,7 +5,7 @@
 For each model and GPU, the script predicts the memory of the fullest rank and the step time for the baseline, full recompute
 and the plan. It needs no GPU itself. Large models take several seconds.
 
-Expected output: the table of arguments/README.md as Markdown, with a row for each model and GPU.
+Expected output: a Markdown table for arguments/README.md, with a row for each model and GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ MODELS = (
     "llama3_70b",
 )
 GPUS = ("h100", "h200", "gb200")
-HEADINGS = ("model", "GPU", "baseline", "full recompute", "plan for a budget halfway between", "host, GiB per rank")
+HEADINGS = ("model", "GPU", "baseline", "full recompute", "plan for the halfway budget", "host memory, GiB per rank")
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def list_cells(model: str, gpu: str) -> Iterator[str]:
-    """Yield the cells of a row."""
+    """Yield the cells of the row for one model and GPU."""
     hardware = get_hardware(gpu)
     shape, parallelism = read_model_file(ARGUMENTS / f"{model}.sh")
     ranks = build_ranks(shape, parallelism, hardware)

@@ -8,14 +8,14 @@ import torch
 
 @contextlib.contextmanager
 def checkpointing(model: torch.nn.Module) -> Iterator[None]:
-    """Enable transformers' own checkpointing."""
+    """Enable the gradient checkpointing of transformers."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     yield
 
 
 @contextlib.contextmanager
 def verl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
-    """Offload with verl's function."""
+    """Offload with verl's `enable_activation_offloading`."""
     from verl.utils.activation_offload import enable_activation_offloading as enable
 
     enable(model, "fsdp2", enable_ckpt)
@@ -24,7 +24,7 @@ def verl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]
 
 @contextlib.contextmanager
 def trl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
-    """Offload with TRL's context manager, as its trainers do."""
+    """Offload with TRL's context manager, as TRL's trainers do."""
     from trl.models.activation_offloading import get_act_offloading_ctx_manager
 
     if enable_ckpt:
@@ -41,7 +41,7 @@ def trl(model: torch.nn.Module, *, enable_ckpt: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def save_on_cpu(model: torch.nn.Module) -> Iterator[None]:
-    """Offload all saved tensors with PyTorch's `save_on_cpu`, as in its documentation."""
+    """Offload all saved tensors with PyTorch's `save_on_cpu`, as in PyTorch's documentation."""
     forward = model.forward
 
     def inside(*arguments: object, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Compares settings on noisy machines: each setting has its own process, and their steps alternate in rounds.
+"""Compares settings on noisy machines: each setting has its own process, and the processes take turns in rounds.
 
     python examples/benchmarks/take_turns.py [ARGUMENTS.sh] [--settings ours:expert_fc1 megatron:expert_fc1] [--rounds 15]
         [--warmup 2] [--repeats 6] [--steps-a-round 1] [--energy] [--out FOLDER] [Megatron's flags]
@@ -6,18 +6,18 @@
 The default is `arguments/launch_bound_moe.sh`. Its launch-bound steps differ by 5 to 10% from one step to the next, and by more
 over minutes. `fgoffload bench` runs all steps of one setting before the next setting. In this script, a round runs one step of
 each setting, or `--steps-a-round` steps, so that a slow phase of the machine slows all settings. Every other round runs in
-reverse order. Each setting runs next to a `baseline` in the same kind of process, since Megatron-Core's engine needs an
-environment variable at start. Ratios compare steps of the same round. All processes restart in each repeat, since their
-placement on the machine also matters. All models must fit on the device at the same time.
+reverse order. Each setting is compared with a `baseline` in the same kind of process, since Megatron-Core's engine needs an
+environment variable when its process starts. Ratios compare steps of the same round. All processes restart in each repeat,
+since their placement on the machine also affects step times. All models must fit on the device at the same time.
 
 A device at its power limit slows down under load. `--energy` measures the energy of each setting through nvidia-ml-py. Combine
-it with `--steps-a-round 6` or so, since the energy counter updates only a few dozen times per second.
+it with about `--steps-a-round 6`, since the energy counter updates only a few dozen times per second.
 
-Expected output: a line for each repeat, then a table. For each setting, it shows the median step with p20 and p80, the step
-time over baseline, the median of each repeat's rounds, and peak memory. With three or more repeats, the step time over baseline
-is the geometric mean of these medians with a 95% interval; otherwise it is their median. With `--energy`, a second table shows
-joules per step, the ratio to the baseline, clock, power, and how often the power limit lowered the clock. The folder `--out`
-receives the output of the processes and, after each repeat, `turns.json` with every step and peak.
+Expected output: a line for each repeat, then a table. For each setting, the table shows the median step time with p20 and p80,
+the ratio of its step time to the baseline's, overall and in each repeat, and peak memory. The ratio of a repeat is the median
+over its rounds. The overall ratio is the geometric mean over the repeats; three or more repeats also give a 95% interval. With
+`--energy`, a second table shows joules per step, their ratio to the baseline, clock, power, and how often the power limit
+lowered the clock. `--out` receives the logs of the processes and, after each repeat, `turns.json` with every step and peak.
 """
 
 import argparse
@@ -57,13 +57,13 @@ from fgoffload.units import GIB
 ARGUMENTS = Path(__file__).parents[2] / "arguments"
 JSON_NAME = "turns.json"
 HEADINGS = ("setting", "step ms (p20 p80)", "over baseline", "by repeat", "peak GiB")
-INTERVALS = "Over baseline: geometric mean of the repeats, with its 95% interval. By repeat: median of its rounds."
+INTERVALS = "Over baseline: geometric mean over the repeats, with its 95% interval. By repeat: median over the repeat's rounds."
 ENERGY_HEADINGS = ("setting", "J per step", "over baseline", "clock MHz", "power W", "limited by power")
 PEAK = "peak"
-"""Request to a process for its peak bytes over all steps. Other requests are numbers of steps to run."""
+"""Request that asks a process for its peak bytes over all steps. Any other request is the number of steps to run."""
 
 SILENCE_SECONDS = 300.0
-"""Seconds without a message after which a process counts as hung."""
+"""Seconds without a message after which a process is considered hung."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,22 +75,22 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Name of its row."""
+        """Name of the worker's row in the tables."""
         return name_row(self.setting, self.kind)
 
 
 Steps = dict[Worker, list[float]]
-"""Seconds of each step of each worker, by round."""
+"""Seconds of each worker's steps, in the order of the rounds."""
 
 Readings = dict[Worker, list[Reading]]
-"""Energy readings of each worker, by round; empty without a meter."""
+"""Each worker's energy readings, one per round; empty without a meter."""
 
 Peaks = dict[Worker, int | None]
 """Peak bytes of each worker in one repeat; None on a CPU."""
 
 
 def list_workers(settings: Sequence[Setting]) -> list[Worker]:
-    """Return a worker for each setting, after one for the `baseline` of its kind of process."""
+    """Return a worker for each setting. A `baseline` worker precedes the first setting of each kind of process."""
     workers: dict[Worker, None] = {}
     for setting in settings:
         workers[Worker(BASELINE, setting.process)] = None
@@ -99,7 +99,7 @@ def list_workers(settings: Sequence[Setting]) -> list[Worker]:
 
 
 def run_worker(job: Job, setting: Setting, log: Path, connection: Connection) -> None:
-    """Run one process: build the model of a setting, and run steps on request."""
+    """Build the model of a setting in this process, and run steps on request."""
     redirect_output(log)
     try:
         _serve(job, setting, connection)
@@ -108,14 +108,14 @@ def run_worker(job: Job, setting: Setting, log: Path, connection: Connection) ->
     except Exception as error:  # noqa: BLE001 - report any error to the parent process
         traceback.print_exc()
         connection.send(ConfigError(f"{setting.name} ended: {type(error).__name__}: {error}"))
-    # Exit immediately, since a shutdown of torch takes seconds.
+    # Exit immediately, since shutting down torch takes seconds.
     connection.close()
     sys.stdout.flush()
     os._exit(0)
 
 
 def _serve(job: Job, setting: Setting, connection: Connection) -> None:
-    # Imported here, since it loads Transformer Engine, which reads environment variables at import.
+    # Imported here, since these modules load Transformer Engine, which reads environment variables at import.
     from fgoffload.benchmark.loading import describe_workload, load_arguments
     from fgoffload.benchmark.runner import Runner, disable_collector, find_peak, reset_peaks
     from fgoffload.benchmark.surroundings import find_surroundings
@@ -139,7 +139,7 @@ def _serve(job: Job, setting: Setting, connection: Connection) -> None:
 
 @contextlib.contextmanager
 def start(job: Job, workers: Sequence[Worker], folder: Path, *, repeat: int) -> Iterator[dict[Worker, Connection]]:
-    """Start a process for each of `workers`, and end all of them after the body. Models are built in parallel."""
+    """Start a process for each of `workers`, and kill them all after the body. The processes build their models in parallel."""
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         connections = {}
@@ -147,7 +147,7 @@ def start(job: Job, workers: Sequence[Worker], folder: Path, *, repeat: int) -> 
             own, its = context.Pipe()
             log = folder / f"log_{make_file_name(worker.name)}_{repeat}.txt"
             process = context.Process(target=run_worker, args=(job, worker.setting, log, its), daemon=True)
-            with keep_environment(worker.kind.environment):  # the process inherits the variables of this one
+            with keep_environment(worker.kind.environment):  # the new process inherits this environment
                 set_environment(worker.kind.environment)
                 process.start()
             its.close()
@@ -161,7 +161,7 @@ def receive(worker: Worker, connection: Connection) -> Any:
     """Return the next message of a process.
 
     Raises:
-        OffloadError: The process cannot train its setting, or has ended.
+        OffloadError: The process cannot train its setting, has ended, or sends no message for `SILENCE_SECONDS`.
     """
     if not connection.poll(SILENCE_SECONDS):
         raise ConfigError(f"{worker.name} has sent no message for {SILENCE_SECONDS:.0f} s. See its log.")
@@ -192,19 +192,19 @@ def take_turns(
 
 
 def collect_peaks(connections: Mapping[Worker, Connection]) -> Peaks:
-    """Return the peak bytes of each process, which then exits."""
+    """Return the peak bytes of each process. The processes then exit."""
     for connection in connections.values():
         connection.send(PEAK)
     return {worker: receive(worker, connection) for worker, connection in connections.items()}
 
 
 def find_worst(worker: Worker, peaks: Sequence[Peaks]) -> int | None:
-    """Return the maximum bytes over all repeats; None on a CPU."""
+    """Return the worker's highest peak over all repeats, in bytes; None on a CPU."""
     return max((one for repeat in peaks if (one := repeat[worker]) is not None), default=None)
 
 
 def summarize(worker: Worker, repeats: Sequence[Steps]) -> Summary:
-    """Return the summary of one setting. It has one ratio per repeat: the median over its rounds."""
+    """Summarize one setting, with one ratio to the baseline per repeat: the median over the repeat's rounds."""
     baseline = Worker(BASELINE, worker.kind)
     ratios = [
         statistics.median(own / other for own, other in zip(steps[worker], steps[baseline], strict=True)) for steps in repeats
@@ -218,7 +218,7 @@ def summarize(worker: Worker, repeats: Sequence[Steps]) -> Summary:
 
 
 def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Workload, surroundings: Surroundings) -> Table:
-    """Return the table of all settings."""
+    """Return a table with a row for each setting."""
     summaries = {worker: summarize(worker, repeats) for worker in repeats[0]}
     legend = [INTERVALS] if has_intervals(summaries.values()) else []
     table = Table(
@@ -243,7 +243,7 @@ def build_table(repeats: Sequence[Steps], peaks: Sequence[Peaks], workload: Work
 
 
 def build_energy_table(energies: Mapping[Worker, Energy]) -> Table:
-    """Return the table of each worker's energy over all repeats."""
+    """Return a table of each worker's energy over all repeats."""
     table = Table(title="energy of the device", title_justify="left")
     for heading in ENERGY_HEADINGS:
         table.add_column(heading, justify="left" if heading == ENERGY_HEADINGS[0] else "right")
@@ -256,7 +256,7 @@ def build_energy_table(energies: Mapping[Worker, Energy]) -> Table:
 
 
 def parse_options() -> tuple[argparse.Namespace, list[str]]:
-    """Return the script's own options, and the remaining words for Megatron."""
+    """Return the script's own options, and the remaining arguments for Megatron."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("file", metavar="ARGUMENTS.sh", nargs="?", type=Path, default=ARGUMENTS / "launch_bound_moe.sh")
     parser.add_argument("--settings", metavar="NAME", nargs="+", default=["ours:expert_fc1", "megatron:expert_fc1"])
@@ -284,7 +284,7 @@ def run_all(
     settings = [parse_setting(word) for word in options.settings]
     check_names(settings)
     for setting in settings:
-        setting.list_flags()  # raises for budgets, since this script makes no plans
+        setting.list_flags()  # raises an error for budgets, since this script makes no plans
     job = Job(
         source=str(options.file),
         file_flags=read_argument_file(options.file, variables=os.environ),

@@ -1,4 +1,4 @@
-"""Reads and classifies the events of a Chrome trace of torch's profiler."""
+"""Reads and classifies the events in a Chrome trace from torch's profiler."""
 
 import gzip
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 Event = dict[str, Any]
-"""Event of a trace. `ts` and `dur` are microseconds of a clock that host and device share."""
+"""A trace event. `ts` and `dur` are in microseconds, on a clock that host and device share."""
 
 
 def read_events(path: Path) -> list[Event]:
@@ -25,7 +25,7 @@ def is_copy(event: Event, *, way: str) -> bool:
     """Return whether `event` is a copy between device and host.
 
     Args:
-        event: Event of a trace.
-        way: `DtoH` or `HtoD`.
+        event: A trace event.
+        way: Direction of the copy, `DtoH` or `HtoD`.
     """
     return event.get("cat") == "gpu_memcpy" and way in event["name"]

@@ -1,13 +1,13 @@
-"""Traces one training step on a GPU, and plots copies and compute.
+"""Traces one training step on a GPU, and plots its copies and kernels over time.
 
     python examples/benchmarks/trace_step.py [--layers 6] [--hidden 8192] [--tokens 8192] [--out FOLDER]
 
 The model is a stack of blocks in bfloat16, each with a norm, two wide linears and a residual connection. The script offloads
 the saved tensors of the second linear. It writes `trace.json` for https://ui.perfetto.dev, and `trace.png`, which shows the
-kernels and copies of the same step in lanes. Needs a CUDA GPU.
+kernels and copies of the same step in lanes. It needs a CUDA GPU.
 
-Expected output: a table of the copied bytes and their times. In the plot, copies to the host run during forward, and
-copies to the device during backward, at the same time as kernels.
+Expected output: a table with the bytes and durations of the copies. The plot shows that copies to the host run in parallel with
+the kernels of forward, and copies to the device in parallel with the kernels of backward.
 """
 
 import argparse
@@ -42,19 +42,19 @@ class Block(torch.nn.Module):
 
 
 def train_step(model: torch.nn.Module, x: torch.Tensor) -> None:
-    """Run forward and backward, and drop the gradients."""
+    """Run forward and backward, and discard the gradients."""
     model(x).float().square().mean().backward()
     model.zero_grad(set_to_none=True)
 
 
 def run_to_end(model: torch.nn.Module, x: torch.Tensor) -> None:
-    """Run a step, and wait for the device."""
+    """Run a step, and wait until the device has finished it."""
     train_step(model, x)
     torch.cuda.synchronize()
 
 
 def find_lane(event: Event) -> str | None:
-    """Return the lane of the plot for an event of the trace, or None."""
+    """Return the plot lane of a trace event, or None if the event is neither a kernel nor a copy."""
     if is_kernel(event):
         return "kernels"
     if is_copy(event, way="DtoH"):

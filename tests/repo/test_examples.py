@@ -38,7 +38,7 @@ EXPECTED_LINES = {
         r"host memory in use: 0 B",
     ],
     "04_by_hand.py": [
-        r"the region offloaded 4\.00 MiB of 2 saved tensors",
+        r"the region offloaded 4\.00 MiB from 2 saved tensors",
         r"on the host: True",
         r"reloaded and bitwise identical: True",
     ],
