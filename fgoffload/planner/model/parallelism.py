@@ -43,7 +43,7 @@ class Parallelism:
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
-    """Model chunks per pipeline rank. Default: the number that `pipeline_layout` implies, or 1 without a layout. See `chunks`."""
+    """Model chunks per pipeline rank. Default: the number in `pipeline_layout` if set, otherwise 1. See `chunks`."""
     context_parallel_size: int = 1  # ranks that share each sequence
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
