@@ -1,4 +1,4 @@
-"""Lists the recompute units of a layer (see `fgoffload.tags.RECOMPUTE_UNITS`), with the tensors that each frees and its cost.
+"""Lists a layer's recompute units (see `fgoffload.tags.RECOMPUTE_UNITS`), the tensors that each unit frees, and its cost.
 
 Some units are checkpoints, which save their input and are recomputed right before their own backward: `layer`, `core_attn`,
 `mlp`, `moe` and `shared_expert`. All others drop their output, which the next module would save, and are recomputed when
@@ -54,7 +54,7 @@ def _list_checkpoints(shape: LayerShape, names: tuple[str, ...], tensors: Sequen
     # Other layers and the model still reference storages that all layers share.
     inside = tuple(one.name for one in tensors if "layer_input" not in one.tags and not one.is_same_in_all_layers)
     yield _make_checkpoint("layer", names, inside, extra_bytes=LayerSizes(shape).hidden)
-    # The checkpoint keeps its inputs query, key and value, and the storage that they view. It drops the output only with
+    # The checkpoint keeps its inputs (query, key and value) and their storage. It drops the output only with
     # delayed scaling, where the projection saves an fp8 copy instead.
     made = (one.name for one in tensors if one.name == "attention output" and one.tags == ("core_attn",))
     sinks = ("attention sinks",) if shape.has_attention_sinks else ()
@@ -154,7 +154,7 @@ def _list_output_units(
 
 
 def _list_partial_recomputes(shape: LayerShape, names: tuple[str, ...], tensors: Sequence[SavedTensor]) -> Iterator[UnitModel]:
-    """Yield the units of first linears, which include the fused norm and the ops up to the module that saves the result."""
+    """Yield the units that recompute a first linear, its fused norm, and the ops up to the module that saves the result."""
     if shape.fp8_recipe is not None:
         return
     experts = shape.experts

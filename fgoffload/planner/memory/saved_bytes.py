@@ -140,7 +140,7 @@ def _list_core_attention(shape: LayerShape) -> Iterator[SavedTensor]:
     if shape.has_attention_sinks:
         # 4n/t: a bf16 parameter that is converted to fp32, [1, n / t, 1, 1], and saved by attention.
         yield _make("attention sinks", _CORE, FP32 * shape.num_attention_heads // shape.tensor_parallel_size, FP32)
-    # Start of each sequence and end of the last one, [b + 1]. Query and key, and all layers, use the same tensor.
+    # Start of each sequence and end of the last one, [b + 1]. All layers use the same tensor, for both query and key.
     yield _make("sequence lengths", _CORE, INT32 * (shape.micro_batch_size + 1), INT32, is_same_in_all_layers=True)
 
 
@@ -206,7 +206,7 @@ def _list_router(shape: LayerShape, experts: ExpertsShape, router: RouterShape) 
     # 8sbk/t: indices of the chosen experts in int64, saved by the ops that choose them and scatter their probabilities.
     yield _make("chosen experts", _ROUTER, INT64 * shape.tokens * experts.topk, INT64)
     if shape.is_deterministic:
-        # 8sb/t: deterministic algorithms use index_put to scatter, which saves row numbers, [sb / t, 1] in int64.
+        # 8sb/t: deterministic algorithms scatter with index_put, which saves row numbers, [sb / t, 1] in int64.
         yield _make("row numbers", _ROUTER, INT64 * shape.tokens, INT64)
     yield _make("scores", _ROUTER, _count_score_bytes(shape.tokens, experts, router), FP32)
     if router.balancing != "none":
@@ -231,7 +231,7 @@ def _count_balancing_bytes(shape: LayerShape, experts: ExpertsShape, router: Rou
 
 
 def _list_experts(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTensor]:
-    """Yield the saved tensors of the experts, with sbke/t rows if routing is balanced over ranks."""
+    """Yield the saved tensors of the experts. With balanced routing, each rank has sbke/t rows of tokens in total."""
     rows, _ = count_expert_rows(shape, experts)
     channels = experts.ffn_hidden_size // experts.expert_tensor_parallel_size
     # 2sbkhe/t: each rank that shares an expert has all rows of the expert.
@@ -266,7 +266,7 @@ def _list_combine(shape: LayerShape, experts: ExpertsShape) -> Iterator[SavedTen
     tags = ("moe_combine",)
     if experts.has_fused_permutation:
         if experts.local_experts > 1:
-            # 4sbke/t: order of the tokens if a rank has several experts, in int32.
+            # 4sbke/t: a rank with several experts saves the order of its tokens, in int32.
             yield _make("order by expert", tags, INT32 * experts.count_rows(shape.tokens), INT32)
         # 4sb(2E + 1)/t: each token's destinations, its experts, and the number of experts, in int32.
         yield _make("row map", tags, INT32 * shape.tokens * (2 * experts.num_experts + 1), INT32)

@@ -4,7 +4,7 @@ With Adam, fp32 gradients and the distributed optimizer over d ranks, each param
 
     2 bytes of weight + 4 of gradient + (4 of main parameter + 8 of moments) / d
 
-where d is data times context parallel size, or the number of copies of an expert. Without a distributed optimizer, d is 1.
+where d is data times context parallel size or, for experts, the copies of each expert. Without a distributed optimizer, d is 1.
 
 Source: `compute_weight_and_optimizer_memory` of Megatron-LM's training/theoretical_memory_usage.py for the bytes per parameter,
 and the code of megatron-core 0.16.1 for the rest. docs/reference/static_memory.md has measurements.
@@ -26,15 +26,15 @@ WORKSPACE_BYTES = 6 * 32 * MIB
 
 DEFAULT_RESERVE_BYTES = 4 * GIB
 """Estimate of the device memory used in addition to the run's tensors; not measured. The CUDA context and loaded kernels take
-up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take up to 1 GiB more if a rank is in many groups. The rest
-is fragmentation of the caching allocator."""
+up to 1 GiB. NCCL buffers, 4 MiB per channel (`NCCL_BUFFSIZE`), take up to 1 GiB more if a rank is in many process groups. The
+rest is fragmentation of the caching allocator."""
 
 _BOOL = 1  # bytes per element
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterState:
-    """Bytes per parameter element in addition to its weight."""
+    """Bytes per parameter element in addition to its weight, and how they are stored."""
 
     gradient_bytes: int = FP32  # bytes in each rank's gradient buffer: 4, or 2 with `--grad-reduce-in-bf16`
     main_parameter_bytes: int = FP32

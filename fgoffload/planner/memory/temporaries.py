@@ -56,7 +56,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
         found["qkv_linear"] = _count_projections(shape, execution)
     else:
         found |= _count_latent(shape, shape.latent)
-    # Fused attention accumulates the query's gradient in fp32 (twice the query's bytes) and needs one number per row and head.
+    # Fused attention accumulates the query's gradient in fp32 (twice the query's bytes) and stores one number per row and head.
     rows = FP32 * shape.shared_tokens * shape.num_attention_heads
     found["core_attn"] = ExtraBytes(
         forward=sizes.query_key_value + output + rows, backward=hidden + output + sizes.query_key_value + 2 * sizes.query + rows
@@ -94,7 +94,7 @@ def _count_latent(shape: LayerShape, latent: LatentShape) -> dict[str, ExtraByte
     return {
         "qkv_down": ExtraBytes(
             forward=sizes.hidden + compressed,
-            # Its saved tensors belong to the tag `qkv_linear`, whose backward has ended, but they are still needed here.
+            # The tag `qkv_linear` covers this segment's saved tensors, which are still needed after that segment's backward.
             backward=3 * sizes.hidden + 2 * compressed,
         ),
         "qkv_linear": ExtraBytes(
@@ -134,7 +134,7 @@ def _count_shared(shape: LayerShape, experts: ExpertsShape, execution: Execution
     weights = sum(linear.count_gradient_bytes(execution) for linear in make_mlp_linears(shape, experts.shared_ffn_hidden_size))
     return ExtraBytes(
         forward=2 * hidden + gathered + wide + inner + _count_factors(shape, inner),
-        # The residual's gradient, which is also the output's, and the gradient of the norm's output, including the router's.
+        # Gradients of the residual (the same tensor as the output's gradient) and of the norm's output, with the router's part.
         backward=2 * hidden + max(wide + inner, wide + 2 * gathered + hidden) + weights,
     )
 
@@ -204,8 +204,8 @@ def _count_expert_activation(sizes: LayerSizes, experts: ExpertsShape, held: int
         return ExtraBytes(forward=held + 2 * wide + inner, backward=sizes.hidden + 2 * wide + inner)
     if not factors:
         return ExtraBytes(forward=held + wide + inner, backward=sizes.hidden + wide + inner)
-    # The product with the probabilities has their dtype. Backward computes two tensors of the same size from its gradient, one
-    # for the rows and one for the probabilities. Later steps do not need more memory.
+    # The activation times the probabilities has the dtype of the probabilities. From its gradient, backward computes two
+    # tensors of the same size, for the rows and for the probabilities. Later steps do not need more memory.
     weighted = inner * experts.router.dtype_bytes // BF16
     copied = inner if weighted > inner else 0
     return ExtraBytes(forward=held + wide + factors + inner + weighted + copied, backward=sizes.hidden + 3 * weighted)

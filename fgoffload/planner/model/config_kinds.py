@@ -1,4 +1,4 @@
-"""Reads the `config.json` fields specific to each `model_type`. Also lists defaults and unmodelled parts."""
+"""Reads the `config.json` fields specific to each `model_type`. Also lists default values and unmodelled parts of layers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -225,7 +225,7 @@ _DEEPSEEK_V3: Mapping[str, Any] = {**_DEEPSEEK, "n_shared_experts": 1, "first_k_
 _QWEN_MOE: Mapping[str, Any] = {
     **_QWEN,
     "num_key_value_heads": 4,
-    "max_window_layers": 0,  # the class lacks this field: a window applies to all layers
+    "max_window_layers": 0,  # transformers lacks this field: a window applies to all layers
     "decoder_sparse_step": 1,
     "mlp_only_layers": None,
     "norm_topk_prob": False,
@@ -309,5 +309,5 @@ KINDS: Mapping[str, tuple[Callable[[Mapping[str, Any]], dict[str, Any]], Mapping
     ),
     "gpt_oss": (_read_gpt_oss, {**_ANY, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}),
 }
-"""For each `model_type`, a reader of its own fields, and defaults for missing fields. None acts like null in a file:
+"""Maps each `model_type` to a reader of its own fields, and defaults for missing fields. None acts like null in a file:
 `num_key_value_heads` is then the number of heads, `head_dim` is `hidden_size` / heads, and other fields have no effect."""

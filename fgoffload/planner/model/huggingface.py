@@ -8,8 +8,8 @@ and no load-balancing loss. We ignore the quantization of a checkpoint, and read
 Size fields are required. Other missing fields get the defaults of the transformers library (`KINDS`). If layers have unmodelled
 parts, a warning lists them and the direction of the error (`NOT_MODELLED`).
 
-Source: the configuration classes of transformers 5.24. Kimi K2's `moe_layer_freq` and `num_nextn_predict_layers`, which
-transformers lacks, are from configuration_deepseek.py in the models' repositories.
+Source: the configuration classes of transformers 5.24. They lack Kimi K2's `moe_layer_freq` and `num_nextn_predict_layers`,
+which are defined in configuration_deepseek.py in the Hugging Face repositories of Kimi K2.
 """
 
 import difflib
@@ -37,7 +37,7 @@ _FIELD_NAMES: Mapping[str, str] = {
     "kv_channels": "head_dim",
     "mtp_num_layers": "num_nextn_predict_layers",
 }
-"""Maps ModelShape fields to their names in `config.json`, if these differ and are the same for all kinds of models."""
+"""Maps ModelShape fields to their usual names in `config.json`, where these names differ."""
 
 _ACTIVATIONS = ("silu", "swish", "gelu_pytorch_tanh")
 """Supported `hidden_act` values: gated activations that run as one kernel and save the same tensors."""

@@ -33,8 +33,8 @@ class LatentShape:
     kv_lora_rank: int  # channels of the compressed key and value
     qk_pos_emb_head_dim: int  # rotary channels of a query and key head
     has_qk_norm: bool = False
-    """Whether `--qk-layernorm` adds norms of the compressed query and key-value, fused into their up-projections. Without
-    compression of the query, its norm applies to the hidden states."""
+    """Whether `--qk-layernorm` adds norms of the compressed query and key-value, fused into their up-projections. If the
+    query is not compressed, its norm applies to the hidden states."""
 
     @property
     def has_whole_query_norm(self) -> bool:
@@ -148,12 +148,12 @@ class LayerShape:
     v_channels: int  # channels of a value head: `kv_channels`, or `v_head_dim` of latent attention
     ffn_hidden_size: int = 0  # channels of a dense MLP after its activation; 0 in a layer with experts
     experts: ExpertsShape | None = None  # None in a dense layer
-    latent: LatentShape | None = None  # multi-latent attention; None for grouped queries
+    latent: LatentShape | None = None  # multi-latent attention; None for grouped-query attention
     tensor_parallel_size: int = 1  # tensor-parallel ranks
     has_sequence_parallel: bool = True
     """Whether tensor-parallel ranks shard the sequence between linears: `--sequence-parallel`. No effect at TP 1."""
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
-    rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one. Latent attention makes its own.
+    rotary_channels: int = 0  # channels of the model's rotary embedding; 0 without one or in latent attention
     has_fused_rotary: bool = False
     """Whether one kernel applies the rotary embedding: `apply_rope_fusion`, Megatron-LM's default. Not in latent attention."""
     has_qk_norm: bool = False

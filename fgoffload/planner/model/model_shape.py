@@ -63,7 +63,7 @@ class ModelShape:
     num_attention_heads: int  # query heads
     num_query_groups: int  # key and value heads; as many as query heads in latent attention
     kv_channels: int = 0
-    """Channels of a query, key and value head; 0 in latent attention. `qk_channels` and `v_channels` cover both."""
+    """Channels of a query, key and value head; 0 in latent attention. `qk_channels` and `v_channels` cover both kinds."""
     vocab_size: int  # rows of the embedding, including Megatron's padding: see `pad_vocab_size`
     seq_length: int  # tokens of a sequence, over all context-parallel ranks
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"  # as in `--normalization`
@@ -80,7 +80,7 @@ class ModelShape:
     has_qk_norm: bool = False
     """Whether `--qk-layernorm` adds norms of query and key heads, or of the compressed tensors in latent attention."""
     has_attention_sinks: bool = False  # whether each head has a learned number in its softmax: `--softmax-type learnable`
-    latent: LatentAttention | None = None  # multi-latent attention; None for grouped queries
+    latent: LatentAttention | None = None  # multi-latent attention; None for grouped-query attention
     rotary_percent: float = 1.0
     """Rotary fraction of a head; 0 without rotary embeddings. Latent attention sets a number of channels instead."""
     has_fused_rotary: bool = True
@@ -124,7 +124,7 @@ class ModelShape:
 
     @property
     def rotary_channels(self) -> int:
-        """Channels of the model's rotary embedding; 0 in latent attention, which makes its own."""
+        """Channels of the model's rotary embedding; 0 in latent attention, which computes its own."""
         return int(self.kv_channels * self.rotary_percent) if self.latent is None else 0
 
     @property

@@ -29,7 +29,7 @@ _PIPELINE_FIELDS: Mapping[str, str] = {
     "chunks": "virtual_pipeline_size",
     "group_size": "microbatch_group_size",
 }
-"""Fields of `Pipeline`, and the `Parallelism` fields that set them."""
+"""Maps fields of `Pipeline` to the `Parallelism` fields that set them."""
 
 _ENDS = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
@@ -43,12 +43,12 @@ class Parallelism:
     tensor_parallel_size: int = 1  # ranks that share each layer
     pipeline_parallel_size: int = 1  # pipeline ranks
     virtual_pipeline_size: int | None = None
-    """Model chunks per pipeline rank. Defaults to the number in `pipeline_layout`, or 1 without a layout. See `chunks`."""
+    """Model chunks per pipeline rank. Default: the number in `pipeline_layout` if set, otherwise 1. See `chunks`."""
     context_parallel_size: int = 1  # ranks that share each sequence
     expert_parallel_size: int = 1  # ranks that share the experts of a layer
     expert_tensor_parallel_size: int = 1
     """Ranks that share each expert. Readers of Megatron's flags use Megatron's default, the tensor parallel size."""
-    data_parallel_size: int = 1  # copies of the model; experts may be sharded over them
+    data_parallel_size: int = 1  # copies of the model; experts can be sharded over them
     micro_batch_size: int = 1  # sequences per microbatch
     microbatches: int = 1  # microbatches of a step on each data-parallel rank
     microbatch_group_size: int | None = None
@@ -222,8 +222,8 @@ class StageChunk:
     """Layers, embedding and output of one model chunk."""
 
     layers: tuple[int, ...]
-    """Layer numbers in the whole model, in forward order. Multi-token prediction is numbered from `num_layers` on. Its chunk
-    has a copy of the embedding's weights, unless it has the embedding itself."""
+    """Layer numbers in the whole model, in forward order. Multi-token prediction layers are numbered from `num_layers`. The
+    chunk that contains them has a copy of the embedding's weights, unless it has the embedding itself."""
     has_embedding: bool  # whether the chunk begins with the embedding of the model
     has_output: bool  # whether the chunk ends with the final norm, the output layer and the loss
 
