@@ -89,7 +89,7 @@ class Summary:
     ratios: tuple[float, ...] = ()
     """Median step time of each repeat, relative to the baseline; see `find_ratio`."""
     worst: Measurement | None = None
-    """Maximum of each number over all repeats. `step_seconds` are from the first repeat that succeeded."""
+    """Maximum of each figure over all repeats. `step_seconds` are from the first repeat that succeeded."""
     failure: str = ""
 
     @property

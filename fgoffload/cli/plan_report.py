@@ -47,7 +47,7 @@ from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, format_bytes
 
 PATIENCE_S = 2.0
-"""Seconds after which a line about the work in progress is printed."""
+"""Seconds of work after which a progress line is printed."""
 
 
 def show_plan(

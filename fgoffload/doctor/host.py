@@ -46,7 +46,7 @@ def check_free_memory(machine: Machine, gpus: Sequence[Gpu]) -> CheckResult:
         share_bytes = get_default_budget_bytes(root=machine.root)
     except ConfigError as error:
         return fail(name, str(error), "set the variable to the number of ranks on this node")
-    # If a launcher sets the number of ranks, the share is already divided.
+    # If a launcher sets the number of ranks, `share_bytes` is already the share of one rank.
     is_launched = any(variable in machine.environment for variable in RANKS_PER_NODE_VARIABLES)
     ranks = 1 if is_launched else max(1, len(gpus))
     share_bytes //= ranks

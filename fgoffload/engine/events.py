@@ -2,10 +2,10 @@
 
 [Note: Reused events]
 Creating, recording and destroying an event takes 2.4 us of CPU time on an H200 host. Reusing one takes 0.9 us. Each offloaded
-group needs two events, plus events for waits. Recording an event again moves it to another point, perhaps on another stream,
-and a query would no longer refer to the first point. So an event returns to its pool only when the last reference to the result
-of `EventPool.record` is gone. Queued waits need no reference, because a stream waits for the point that the event marked when
-the wait was queued.
+group needs two events, and more where streams wait for each other. Recording an event again moves it to another point, perhaps
+on another stream, and a query would no longer refer to the first point. So an event returns to its pool only when the last
+reference to the result of `EventPool.record` is gone. Queued waits need no reference, because a stream waits for the point that
+the event marked when the wait was queued.
 """
 
 import collections

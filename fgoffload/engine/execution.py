@@ -131,7 +131,7 @@ class Execution:
         self.execute(self.schedule.reach(lane, group))
 
     def leave(self, lane: Lane, position: int) -> None:
-        """Release tensors that backward no longer needs after it has finished the groups from `position` on."""
+        """Release the tensors that backward no longer needs once the groups from `position` onward are done."""
         for group in lane.leave(position):
             # A retained graph may still need the tensors, but their host blocks still contain the bytes.
             for saved in group.list_saved(SavedState.RELOADED):

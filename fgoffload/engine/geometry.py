@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 
 ALIGNMENT_BYTES = 512
-"""Alignment of the start of a copied range, in bytes. Torch's device allocator uses the same alignment. With another alignment,
-an op on the reloaded tensor could select another kernel, whose results could differ in the last bit."""
+"""Alignment of the start of a copied range, in bytes. Torch's device allocator uses the same alignment. With a different
+alignment, an op on the reloaded tensor could select a different kernel, whose results could differ in the last bit."""
 
 
 class View(NamedTuple):

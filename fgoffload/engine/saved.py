@@ -87,7 +87,7 @@ class SavedStorage:
         """Element size of the first saved tensor, to check the minimum number of elements."""
         self.state = SavedState.RESIDENT
         self.contents = contents
-        """Identity of the bytes when they were saved."""
+        """Identifies the storage and the version of its contents at the time of the save."""
         self.storage = StorageRef(tensor)
         self.start = contents.nbytes
         self.end = 0

@@ -109,7 +109,7 @@ class EngineOwner:
             self._inert[tag] = self._inert.get(tag) or explain_inert(hook, is_in_backward=is_in_backward)
 
     def expect_tag(self, tag: str) -> None:
-        """Add a manual region's tag to the tags that are reported if they offload nothing."""
+        """Register the tag of a manual region, so that a warning appears if no region with this tag offloads anything."""
         with self._lock:
             self._inert.setdefault(tag, "")
 

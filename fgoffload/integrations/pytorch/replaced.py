@@ -110,7 +110,7 @@ class ReplacedForward:
             finally:
                 thread_state.restore()
         finally:
-            thread_state.restore()  # a second time, in case of an interrupt in the lines above
+            thread_state.restore()  # again, in case an interrupt arrived before the inner call
 
     __call__._torchdynamo_disable_msg = _REMOVE_FIRST  # type: ignore[attr-defined]  # noqa: SLF001 - `skip` takes no reason
 

@@ -229,7 +229,7 @@ def _run_layer(get_offload: GetOffload, original: Any, layer: Any, *args: Any, *
     if is_capturing():
         return original(layer, *args, **kwargs)
     if is_inert():
-        # Without grad mode, this is the forward of a checkpoint. With grad mode, it is a recompute.
+        # With grad mode disabled, this is the forward of a checkpoint. With grad mode enabled, it is a recompute.
         if not torch.is_grad_enabled():
             offload.layer = get_number(layer)
         return original(layer, *args, **kwargs)

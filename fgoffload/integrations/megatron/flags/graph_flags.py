@@ -1,4 +1,4 @@
-"""Adds and reads Megatron's CUDA graph flags, named as in megatron-core 0.19, for any installed version.
+"""Adds and reads Megatron's CUDA graph flags under their megatron-core 0.19 names, whichever version is installed.
 
 Before 0.18, `--cuda-graph-modules` was called `--cuda-graph-scope`, and a graph of the whole step was a scope of `local`
 graphs. Both spellings are accepted and converted to the fields of the installed version.

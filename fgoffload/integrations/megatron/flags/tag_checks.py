@@ -38,7 +38,7 @@ def check_replaced(words: Sequence[str]) -> None:
     modules = " ".join(flags.recompute_modules)
     if modules and "full" in flags.recompute_granularity:
         raise ConfigError(f"--recompute-granularity full and --recompute-modules {modules} are mutually exclusive. Remove one.")
-    # The plan will replace these flags, but `from_flags` needs a tag or a budget.
+    # `from_flags` requires a tag or a budget. The plan will replace these values.
     if not flags.offload_modules and not hasattr(flags, "offload_plan"):
         flags.offload_modules = ["attn_norm"]
     elif flags.offload_modules == [AUTO]:

@@ -25,7 +25,7 @@ _EXPECTED_WARNINGS = (
     # Megatron's own router and linear layers use deprecated calls.
     "Warning: tp_group is None",
     "MLP requires ffn_hidden_size",
-    # Since 0.19, if a config is created before torch.distributed is initialized.
+    # Megatron-core 0.19 warns if a config is created before torch.distributed is initialized.
     "Could not determine rank from torch.distributed",
     "`torch.distributed.",
 )
@@ -34,7 +34,7 @@ _EXPECTED_WARNINGS = (
 _EXPECTED_LOGS = {
     # At import on a machine with a CUDA toolkit and no GPU.
     "torch.utils.cpp_extension": "No CUDA runtime is found",
-    # Since 0.19, about the model class of training scripts.
+    # Megatron-core 0.19 warns about the model class that training scripts use.
     "megatron.core.models.gpt.gpt_model": "GPTModel IS DEPRECATED",
 }
 """Prefixes of log lines that are also hidden, keyed by logger name."""

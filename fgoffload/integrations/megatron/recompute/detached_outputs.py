@@ -108,7 +108,8 @@ class Output:
 class DetachedOutputs:
     """Context manager in which autograd saves placeholders for recomputed outputs. Enclosing hooks handle all other saves.
 
-    `outputs` maps storage keys to recomputed outputs. If no hooks enclose this context, error messages name `place`.
+    `outputs` maps storage keys to recomputed outputs. `place` is named in error messages if no other
+    saved-tensor hooks are active.
     """
 
     __slots__ = ("_outputs", "_pack", "_place", "_unpack")
