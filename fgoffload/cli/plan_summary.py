@@ -59,7 +59,7 @@ def describe_notes(report: PlanReport, subject: Subject) -> str:
     if usual:
         lines.append(f"Selective recompute is --recompute-modules {usual}.")
         if report.baselines["selective recompute"].peak_bytes > report.baselines["baseline"].peak_bytes:
-            lines.append("It saves more than fused attention does, so its peak is above the baseline's.")
+            lines.append("It keeps more for backward than fused attention does, so its peak is higher.")
     host_bytes = [rank.host_peak_bytes for rank in report.solution.result.ranks]
     if max(host_bytes):
         node = ""

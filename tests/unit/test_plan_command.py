@@ -256,7 +256,7 @@ def fail(*_, **__):
         ("llama3_405b --gpu h100 --num-gpus 64", "Would fit: --num-gpus 128 "),
         ("kimi_k2 --gpu h800 --num-gpus 256", "Would fit: --num-gpus 256 --tp "),
         ("gpt_oss_120b --gpu h100 --fp8-format hybrid --fp8-recipe blockwise", "Everything is kept on the GPU"),
-        ("llama3_70b --gpu h100 --num-gpus 128 --cp 8 --seq-length 131072", "saves more than fused attention"),
+        ("llama3_70b --gpu h100 --num-gpus 128 --cp 8 --seq-length 131072", "keeps more for backward than fused attention"),
         ("llama3_70b --gpu h100 --num-gpus 8 --lora-dim 16 --tp 8 --pp 1 --vp 1 --cp 1", "Everything is kept on the GPU"),
         ("llama3_8b --gpu h100 --num-gpus 1 --tp 1 --cp 1 --optimizer-cpu-offload", "Offload: "),
     ],

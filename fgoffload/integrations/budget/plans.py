@@ -254,7 +254,7 @@ def describe(planned: BudgetPlan, *, budget_bytes: int, reserve_bytes: int, name
     where = "forward and backward" if is_settled else "forward and backward of the layers"
     lines.append(f"predicted: {format_ms(planned.step_s)} for {where}, {format_bytes(planned.peak_bytes)} at peak")
     if read is not None:
-        later = "no time yet (steps 11 to 13 of the plan are timed)"
+        later = "no time yet (steps 11 to 13 of the plan will be timed)"
         time = f"{format_ms(read.step_s)} for forward and backward" if is_settled else later
         lines.append(f"measured: {time}, {format_bytes(read.peak_bytes)} at peak")
     return "\n".join(lines)

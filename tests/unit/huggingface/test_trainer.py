@@ -71,7 +71,7 @@ def test_training_within_a_memory_budget_is_bitwise_identical(callback_type, tmp
     caplog.set_level(logging.INFO, logger="fgoffload.integrations.budget")
     callback = callback_type(config=ALL, memory="400KiB")
     compare(tmp_path, callback, lambda: make_llama(use_cache=False))
-    assert "measured: no time yet (steps 11 to 13 of the plan are timed)" in callback.explain()
+    assert "measured: no time yet (steps 11 to 13 of the plan will be timed)" in callback.explain()
     assert re.search(r"layer \d \(LlamaDecoderLayer\), .* saved: .*(offload|recompute)", caplog.text)
 
 
