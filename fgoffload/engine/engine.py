@@ -120,7 +120,7 @@ class OffloadEngine:
         return None if is_inert() else Region(self, lane, self.open_group(site, lane))
 
     def open_group(self, site: Site, lane: Lane) -> Group:
-        """Append a new group of `site` to `lane`, and return the group to pass to `save` and `end`.
+        """Append a new group for `site` to `lane`. Pass the returned group to `save` and `end`.
 
         Raises:
             StateError: A CUDA graph is being captured.

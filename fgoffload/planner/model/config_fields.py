@@ -9,7 +9,7 @@ from fgoffload.planner.model.layer_shape import DEFAULT_IMBALANCE, ExpertsShape,
 from fgoffload.planner.model.model_shape import MOST_LAYERS
 
 _LAYER_COUNTS = ("num_hidden_layers", "num_nextn_predict_layers")
-"""Fields that count layers. Their limit is lower, because readers build a list of this length."""
+"""Fields that count layers. Their limit is lower, because the code builds a list of this length."""
 
 _ATTENTION_KINDS = ("sliding_attention", "full_attention", "chunked_attention", "linear_attention")
 """Values allowed in `layer_types`."""

@@ -25,8 +25,8 @@ _FUSED_PERMUTE_KERNELS = 3  # all three: per forward or backward, counted in the
 
 _DISPATCHER_LAUNCHES = 80
 """Host time of Megatron's Python code around router, dispatcher and grouped linears, in forward or in backward, expressed as a
-number of kernel launches. Source: forward and backward of a layer with 16 experts take about 9 ms of host time, on an H200
-(`HOST_LAYER_S`) and on a B200 (Qwen3-30B, microbatch size 1, Megatron Bridge 26.02). Kernel launches take half of that."""
+number of kernel launches. Source: the forward and backward of a layer with 16 experts take about 9 ms of host time on an
+H200 (`HOST_LAYER_S`) and on a B200 (Qwen3-30B, microbatch size 1, Megatron Bridge 26.02). Kernel launches take half of that."""
 
 _OUTPUT_BIAS_BYTES = (24, 30)
 """Bytes moved per element of the experts' output, forward and backward, if the second linears have biases. Multiplying by the

@@ -33,7 +33,7 @@ class CapturedLayer(LayerModel):
 
 @functools.lru_cache(maxsize=256)
 def capture_layer(layer: LayerModel, graphs: Graphs, *, has_shared_overlap: bool) -> LayerModel:
-    """Return `layer` as it runs with `graphs`. A layer without captured modules is returned unchanged."""
+    """Return the model of `layer` when `graphs` capture it. A layer without captured modules is returned unchanged."""
     kind: dict[str, bool] = {
         "is_moe": any(segment.name == "router" for segment in layer.segments),
         "has_shared_overlap": has_shared_overlap,

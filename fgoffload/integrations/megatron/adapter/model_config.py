@@ -1,7 +1,7 @@
 """Sets Megatron's own offload flags in each model config created after `apply`, and reads the fields that plans depend on.
 
 Megatron's config rejects unknown tags and an empty list. So we set only the tags that it accepts, and turn its flag off if it
-accepts none. Our own sites do not need the flag.
+accepts none. The sites that we add work without the flag.
 """
 
 import contextlib

@@ -109,7 +109,7 @@ class AutoOffload(StepMeasurement):
         self.request()
 
     def begin_step(self, call: ScheduleCall) -> None:
-        """Make a plan after a measured step, or if this step is larger than planned or the last one exceeded the budget.
+        """Make a plan if the previous step was measured or exceeded the budget, or if this step is larger than planned.
 
         Raises:
             PlanError: No plan fits the budget. All processes raise it.

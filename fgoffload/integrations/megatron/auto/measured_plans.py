@@ -14,9 +14,10 @@ the faster plan is kept. This comparison is called a trial. All its steps are tr
 timing of a step ends when the next step begins, so it includes the script's work in between. The first step under a plan is not
 timed, because the allocator is still adapting. The median ignores one step with an evaluation or checkpoint.
 
-A step with more or larger microbatches than planned ends a trial, and a plan for that step starts a new one. Smaller steps are
-neither timed nor measured. The first plan is kept if the second measurement fails or would not fit. It is also kept if there
-is no second plan, if both plans are the same, or if the second plan takes more memory than both the first plan and the budget.
+A step with more or larger microbatches than planned ends the trial. The plan for that step starts a new trial. Smaller steps
+are neither timed nor measured. The first plan is kept if the second measurement fails or would not fit. It is also kept if
+there is no second plan, if both plans are the same, or if the second plan takes more memory than both the first plan and the
+budget.
 """
 
 import collections
