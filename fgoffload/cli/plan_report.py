@@ -29,6 +29,7 @@ from fgoffload.cli.plan_tables import (
     build_peak_table,
     build_rank_table,
     build_sweep_table,
+    find_uncertainty,
 )
 from fgoffload.errors import ConfigError
 from fgoffload.output_files import write_file
@@ -77,7 +78,7 @@ def show_plan(
     if checked.verbose:
         with _working("computing costs"):
             tables = [build_decision_table(report), build_kept_table(report)] if solution.plan.actions else []
-        for table in (*tables, build_peak_table(report), build_rank_table(report)):
+        for table in (*tables, build_peak_table(report, subject), build_rank_table(report, subject)):
             console.print(table)
     if checked.json is not None:
         plan = dataclasses.replace(solution.plan, made_for=list_facts(subject.model, subject.parallelism))
@@ -87,7 +88,9 @@ def show_plan(
         console.print("--verbose adds the cost and reason of each action, and the peak of each rank.")
     if checked.plot is not None or checked.timeline is not None:
         with _working("drawing"):
-            _draw_step(report, checked, budget_bytes=budget_bytes, title=subject.title)
+            _draw_step(
+                report, checked, budget_bytes=budget_bytes, title=f"{subject.title}; step ±{find_uncertainty(subject):.0%}"
+            )
 
 
 @contextlib.contextmanager

@@ -121,7 +121,7 @@ def build_kept_table(report: PlanReport) -> Table:
     return table
 
 
-def build_peak_table(report: PlanReport) -> Table:
+def build_peak_table(report: PlanReport, subject: Subject) -> Table:
     """Return a table of peak memory on each pipeline rank, under the plan and the baselines. The last row shows step time."""
     results = {name: report.baselines[name] for name in COMPARED if name in report.baselines} | {PLAN: report.solution.result}
     headings = ("rank", "layers", "static", *results)
@@ -132,14 +132,15 @@ def build_peak_table(report: PlanReport) -> Table:
         layers = sum(len(chunk.layers) for chunk in rank.chunks)
         sizes = map(format_bytes, (planned.static_bytes, *peaks))
         table.add_row(str(rank.rank), str(layers), *sizes, planned.peak_at, end_section=place == len(report.ranks) - 1)
-    table.add_row("step", "", "", *(format_ms(result.step_s) for result in results.values()), "")
+    step = f"step ±{find_uncertainty(subject):.0%}"
+    table.add_row(step, "", "", *(format_ms(result.step_s) for result in results.values()), "")
     return table
 
 
-def build_rank_table(report: PlanReport) -> Table:
+def build_rank_table(report: PlanReport, subject: Subject) -> Table:
     """Return a table that breaks down each pipeline rank's step time under the plan."""
     wait_names = ("waits for copies", "waits for the CPU", "waits for other ranks")
-    headings = ("rank", "step", "compute", "slowed by copies", *wait_names, "host memory")
+    headings = ("rank", f"step ±{find_uncertainty(subject):.0%}", "compute", "slowed by copies", *wait_names, "host memory")
     table = make_table(right=headings, title="Step time by pipeline rank")
     for rank, result in zip(report.ranks, report.solution.result.ranks, strict=True):
         waits = result.waits
