@@ -2,7 +2,7 @@
 
 Flags differ between versions, so this module uses the parser of the Megatron-LM next to the script. A script without
 Megatron-LM may define its own parser, which exists only once the script runs. Since 0.18, wheels of megatron-core include
-`megatron.training`. A script may not use that copy, so parsers from wheels are ignored.
+`megatron.training`. A script does not necessarily use that copy, so parsers from wheels are ignored.
 """
 
 import argparse
