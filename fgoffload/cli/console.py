@@ -1,10 +1,17 @@
 """A rich console for tables and progress bars."""
 
-from collections.abc import Sequence
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
+
+from fgoffload.cli.errors import show_line
+
+PATIENCE_S = 2.0
+"""Seconds of work after which a progress line is printed."""
 
 
 class PipeConsole(Console):
@@ -25,3 +32,19 @@ def make_table(*, left: Sequence[str] = (), right: Sequence[str] = (), last: Seq
     for heading in last:
         table.add_column(heading)
     return table
+
+
+@contextlib.contextmanager
+def show_working(task: str) -> Iterator[None]:
+    """Show a spinner on a terminal. Elsewhere, print a line if the body takes more than two seconds."""
+    bar = PipeConsole(stderr=True)
+    if bar.is_terminal:
+        with bar.status(task):
+            yield
+        return
+    late = threading.Timer(PATIENCE_S, show_line, (f"{task} ...",))
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()

@@ -158,7 +158,6 @@ def _suggest_layouts(console: "PipeConsole", checked: PlanOptions, hardware: "Ha
     """
     from fgoffload.cli.plan_fits import show_layouts
 
-    show_line("searching for layouts ...")
     for flags in tried:
         spread = _add_flags(checked, [word for flag in flags for word in (SHORT_FLAGS[flag], "1")])
         with contextlib.suppress(ConfigError):  # other sizes are invalid too, or the error has another cause

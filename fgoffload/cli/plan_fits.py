@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeAlias
 
 from rich.console import Console
 
-from fgoffload.cli.console import make_table
+from fgoffload.cli.console import make_table, show_working
 from fgoffload.errors import ConfigError
 from fgoffload.integrations.megatron.flags.field_flags import to_flag
 from fgoffload.planner.memory.saved_bytes import list_saved_tensors
@@ -97,15 +97,17 @@ def show_layouts(
 
     `read_model` raises ConfigError for flags that are invalid for the model.
     """
-    shown = 0
-    for flags in _list_layouts(model, parallelism, hardware):
-        with contextlib.suppress(ConfigError):
-            if _fits(*read_model(flags), hardware, assumptions):
-                console.print(f"Would fit: {' '.join(flags)}", soft_wrap=True)
-                shown += 1
-        if shown == LAYOUTS:
-            return
-    if not shown:
+    found: list[list[str]] = []
+    with show_working("searching for layouts"):
+        for flags in _list_layouts(model, parallelism, hardware):
+            with contextlib.suppress(ConfigError):
+                if _fits(*read_model(flags), hardware, assumptions):
+                    found.append(flags)
+            if len(found) == LAYOUTS:
+                break
+    for flags in found:
+        console.print(f"Would fit: {' '.join(flags)}", soft_wrap=True)
+    if not found:
         console.print(f"No layout with up to {MOST_GPUS} GPUs fits.")
 
 

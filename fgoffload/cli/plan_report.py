@@ -1,16 +1,13 @@
 """Computes a plan or a sweep, prints it, and writes the output files."""
 
-import contextlib
 import dataclasses
 import json
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from fgoffload.cli.console import PipeConsole
-from fgoffload.cli.errors import show_line
+from fgoffload.cli.console import show_working
 from fgoffload.cli.plan_options import PlanOptions
 from fgoffload.cli.plan_pictures import write_memory_picture, write_sweep_picture
 from fgoffload.cli.plan_summary import (
@@ -47,9 +44,6 @@ from fgoffload.planner.solving.solver import (
 from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, format_bytes
 
-PATIENCE_S = 2.0
-"""Seconds of work after which a progress line is printed."""
-
 
 def show_plan(
     console: Console,
@@ -66,7 +60,7 @@ def show_plan(
         PlanError: No plan fits the budgets.
     """
     passes = THOROUGH_LAYER_PASSES if checked.thorough else DEFAULT_LAYER_PASSES
-    with _working("planning"):
+    with show_working("planning"):
         report = plan_ranks(ranks, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, layer_passes=passes)
     solution = report.solution
     console.print(subject.title)
@@ -76,7 +70,7 @@ def show_plan(
         if text:
             console.print(text, highlight=False)
     if checked.verbose:
-        with _working("computing costs"):
+        with show_working("computing costs"):
             tables = [build_decision_table(report), build_kept_table(report)] if solution.plan.actions else []
         for table in (*tables, build_peak_table(report, subject), build_rank_table(report, subject)):
             console.print(table)
@@ -87,26 +81,10 @@ def show_plan(
     if not checked.verbose and solution.plan.actions:
         console.print("--verbose adds the cost and reason of each action, and the peak of each rank.")
     if checked.plot is not None or checked.timeline is not None:
-        with _working("drawing"):
+        with show_working("drawing"):
             _draw_step(
                 report, checked, budget_bytes=budget_bytes, title=f"{subject.title}; step ±{find_uncertainty(subject):.0%}"
             )
-
-
-@contextlib.contextmanager
-def _working(task: str) -> Iterator[None]:
-    """Show a spinner on a terminal. Elsewhere, print a line if the body takes more than two seconds."""
-    bar = PipeConsole(stderr=True)
-    if bar.is_terminal:
-        with bar.status(task):
-            yield
-        return
-    late = threading.Timer(PATIENCE_S, show_line, (f"{task} ...",))
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
 
 
 def _draw_step(report: PlanReport, checked: PlanOptions, *, budget_bytes: int, title: str) -> None:
@@ -133,7 +111,7 @@ def show_sweep(
     host_budget_bytes: int | None,
 ) -> None:
     """Plan for `points` evenly spaced budgets and each baseline's peak, print the table, and write the files."""
-    with _working("finding the smallest budget"):
+    with show_working("finding the smallest budget"):
         least_bytes = find_least_budget(ranks, host_budget_bytes=host_budget_bytes)
         report = plan_ranks(ranks, budget_bytes=10**18, host_budget_bytes=host_budget_bytes)
     most_bytes = report.baselines["baseline"].peak_bytes
@@ -143,7 +121,7 @@ def show_sweep(
     peaks = {result.peak_bytes for result in report.baselines.values() if least_bytes < result.peak_bytes < most_bytes}
     # If several budgets look the same in the table, plan only for the largest of them.
     budgets = list({format_bytes(size): size for size in sorted(even | peaks)}.values())
-    with _working(f"planning for {len(budgets)} budgets"):
+    with show_working(f"planning for {len(budgets)} budgets"):
         solutions = list(sweep(ranks, budgets, host_budget_bytes=host_budget_bytes))[::-1]
     console.print(build_sweep_table(report.baselines, solutions, subject))
     if subject.link_line:

@@ -119,11 +119,8 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
     """Return the predictions for the plan file, in bytes and seconds."""
     nearest = report.solution.nearest
     return {
-        "run": subject.title,
+        **_list_subject(subject),
         "budget_bytes": report.solution.budget_bytes,
-        "reserve_bytes": subject.reserve_bytes,
-        "host_budget": subject.host_budget,
-        "step_uncertainty": find_uncertainty(subject),
         "settings": {name: _list_result(result) for name, result in {**report.baselines, PLAN: report.solution.result}.items()},
         "megatron_flags": None
         if nearest is None
@@ -140,12 +137,18 @@ def list_prediction(report: PlanReport, subject: Subject) -> dict[str, Any]:
 def list_sweep(baselines: Mapping[str, StepResult], solutions: list[Solution], subject: Subject) -> dict[str, Any]:
     """Return the predictions of a sweep, in bytes and seconds."""
     return {
-        "run": subject.title,
-        "step_uncertainty": find_uncertainty(subject),
-        "reserve_bytes": subject.reserve_bytes,
-        "host_budget": subject.host_budget,
+        **_list_subject(subject),
         "baselines": {name: _list_result(result) for name, result in baselines.items()},
         "plans": [{"budget_bytes": one.budget_bytes, **_list_result(one.result)} for one in solutions],
+    }
+
+
+def _list_subject(subject: Subject) -> dict[str, Any]:
+    return {
+        "run": subject.title,
+        "reserve_bytes": subject.reserve_bytes,
+        "host_budget": subject.host_budget,
+        "step_uncertainty": find_uncertainty(subject),
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fgoffload.cli import main, plan_report
+from fgoffload.cli import console, main, plan_report
 from fgoffload.cli import plan as plan_command
 from fgoffload.config import OffloadConfig
 from fgoffload.integrations.megatron.adapter.model_config import read_facts
@@ -131,7 +131,7 @@ def test_a_long_search_prints_a_progress_line(capfd, config, monkeypatch):
         return real(*args, **options)
 
     monkeypatch.setattr(plan_report, "plan_ranks", plan_slowly)
-    monkeypatch.setattr(plan_report, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(console, "PATIENCE_S", 0.01)
     code, out, err = plan(capfd, config, "--gpu", "h100", "--ep", "8", "--num-gpus", "8", "--global-batch-size", "16")
     assert (code, "planning" in out, "fgoffload: planning ...\n" in err) == (0, False, True)
 

@@ -92,15 +92,13 @@ class Efficiency:
                 check_part(field.name, value, example=field.default or ASSUMED_MEMORY)
 
 
-_FROM_ZERO = frozenset(
-    [
-        "rerun_extra",
-        "grouped_rows",
-        "attention_row_s",
-        "sink_row_s",
-        "kernel_start_s",
-        "host_s_per_launch",
-        "collective_start_s",
-    ]
+_FROM_ZERO = (
+    "rerun_extra",
+    "grouped_rows",
+    "attention_row_s",
+    "sink_row_s",
+    "kernel_start_s",
+    "host_s_per_launch",
+    "collective_start_s",
 )
 """Fields that can be 0 or exceed 1."""
