@@ -67,6 +67,7 @@ def test_plan_from_config_json_fits_the_budget(capsys, config, tmp_path):
     predicted = json.loads(path.read_text(encoding="utf-8"))["predicted"]
     assert f"{predicted['settings']['this plan']['peak_bytes'] / 2**30:.2f} GiB" == chosen[1]
     assert len(predicted["ranks"]) == 2
+    assert {one["rank"] for one in predicted["decisions"]} == {0, 1}
     written = OffloadPlan.load(path)
     assert set(written.actions.values()) - {Action.KEEP}
     expected = {"num_layers": 4, "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 8, "tokens": 4096}

@@ -69,10 +69,8 @@ def make_activation_works(shape: LayerShape, inner_bytes: int, *, probability_by
     if shape.is_gated and not shape.has_fused_activation:
         return _make_unfused_works(inner_bytes, probability_bytes)
     # One kernel reads one or two tensors and writes one. Backward reads them and a gradient, and writes their gradients.
-    # The gradient of the probabilities reads them again.
     gates = LayerSizes(shape).gates
-    backward = 3 * gates + 2 if probability_bytes else 2 * gates + 1
-    return make_moves((gates + 1) * inner_bytes), make_moves(backward * inner_bytes)
+    return make_moves((gates + 1) * inner_bytes), make_moves((2 * gates + 1) * inner_bytes)
 
 
 def _make_unfused_works(inner_bytes: int, probability_bytes: int) -> tuple[Work, Work]:

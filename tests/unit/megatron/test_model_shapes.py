@@ -44,6 +44,7 @@ LEARNED = "--position-embedding-type learned_absolute"
         ("--no-bias-swiglu-fusion", {"has_fused_activation": False}),
         ("--position-embedding-type none", {"rotary_percent": 0.0, "learned_positions": 0}),
         (LEARNED, {"rotary_percent": 0.0, "learned_positions": 128}),
+        ("--position-embedding-type yarn", {"rotary_percent": 1.0, "has_fused_rotary": False}),
         ("--window-size 127,0", {"window_tokens": 127, "window_layers": None}),
         ("--window-size (127,0) --window-attn-skip-freq 2", {"window_tokens": 127, "window_layers": (True, False) * 4}),
         ("--fp8-format hybrid", {"fp8_recipe": "delayed"}),

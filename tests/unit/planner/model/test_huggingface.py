@@ -56,6 +56,7 @@ def test_gpt_oss_has_windows_sinks_biases_and_quick_gelu(tmp_path):
     assert not read(tmp_path, QWEN3_30B_A3B).has_quick_gate
     assert (model.window_tokens, model.window_layers) == (127, (True, False) * 18)
     assert (model.has_attention_sinks, model.has_linear_bias, model.kv_channels) == (True, True, 64)
+    assert not model.has_fused_rotary
     assert model.experts == ExpertsShape(num_experts=128, topk=4, ffn_hidden_size=2880, imbalance=DEFAULT_IMBALANCE)
     without = {name: value for name, value in GPT_OSS_120B.items() if name != "layer_types"}
     assert read(tmp_path, without).window_layers == (True, False) * 18
@@ -105,7 +106,7 @@ def test_null_differs_from_a_missing_field(tmp_path):
 @pytest.mark.parametrize(
     ("document", "message"),
     [
-        ({"model_type": "bloom", "n_layer": 70, "n_head": 8}, "'bloom' is not supported. .* write an argument file"),
+        ({"model_type": "bloom", "vocab_size": 9}, "'bloom' is not supported. .* write an argument file.*-size 9"),
         ({**LLAMA3_8B, "model_type": "qwen3_mo"}, "Did you mean 'qwen3_moe'?"),
         ({**LLAMA3_8B, "num_hidden_layers": None}, "num_hidden_layers is missing. Add it"),
         ({**LLAMA3_8B, "hidden_size": "4096"}, "hidden_size '4096' is not a whole number"),
