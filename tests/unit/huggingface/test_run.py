@@ -55,7 +55,7 @@ def test_a_script_that_creates_no_trainer_prints_a_warning(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import transformers\n")
     cases = ((), BUDGET, ("--offload-host-budget", "3GiB"))
-    finished, budgeted, ignored = run_commands(*(("fgoffload", "run", str(script), *words) for words in cases))
+    finished, budgeted, ignored = run_commands(*(("fgoffload", "run", str(script), *words) for words in cases), imports=IMPORTS)
     line = f"fgoffload: warning: {script} created no Trainer, so nothing was offloaded."
     assert list_output_lines(finished) == [line]
     assert list_output_lines(budgeted) == [f"{line} --offload-memory-budget had no effect."]
@@ -113,7 +113,7 @@ def test_a_budget_error_is_one_line_and_other_script_errors_keep_their_traceback
     scripts = [tmp_path / "budget.py", tmp_path / "own.py"]
     scripts[0].write_text("from fgoffload import BudgetError\nraise BudgetError('memory 1.00 MiB is too small.', 8)")
     scripts[1].write_text("raise ValueError('mine')")
-    budget, own = run_commands(*(("fgoffload", "run", str(script)) for script in scripts))
+    budget, own = run_commands(*(("fgoffload", "run", str(script)) for script in scripts), imports=("torch",))
     assert (budget.returncode, own.returncode) == (2, 1)
     assert "error: memory 1.00 MiB is too small." in budget.stderr
     assert "Traceback" not in budget.stderr
