@@ -9,7 +9,7 @@ have the same offload groups, events, waits and memory. Their gradients are garb
 
 Expected output: a row for each kind of step of each setting. It shows the median step time, and the ratio to the step without
 offload in the same round, with a 95% interval. The ratio of "no copies" shows the CPU overhead of offload. Copies cause the
-rest: compute waits for them, and they share memory bandwidth with the CPU. `--out` receives every step as JSON.
+rest: compute waits for them, and they share memory bandwidth with the CPU. `--out` writes all step times to a JSON file.
 """
 
 import argparse

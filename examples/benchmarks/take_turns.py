@@ -68,7 +68,7 @@ SILENCE_SECONDS = 300.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Worker:
-    """A process that runs one setting."""
+    """A process that trains under one setting."""
 
     setting: Setting
     kind: ProcessKind

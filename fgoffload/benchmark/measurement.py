@@ -1,4 +1,4 @@
-"""Merges and compares measured step times and memory of settings."""
+"""Merges the measured step times and memory peaks of settings, and compares settings with the baseline."""
 
 import dataclasses
 import math
@@ -33,7 +33,7 @@ class Measurement:
     activation_peak_bytes: int | None = None
     """Peak bytes saved for backward, from a separate step. Measured only on a CPU."""
     host_bytes: int | None = None
-    """Pinned host bytes, including cached ones; None on a CPU without our engine."""
+    """Pinned host bytes, including cached ones; None if the device is a CPU and the setting does not use fgoffload."""
     d2h_bytes: int | None = None
     """Bytes per step that our engine offloads; None for other engines."""
     prefetch_misses: int | None = None

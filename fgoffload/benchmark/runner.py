@@ -101,7 +101,7 @@ class Runner:
 
     @contextlib.contextmanager
     def train(self, setting: Setting, *, is_deterministic: bool = False, has_optimizer: bool = False) -> Iterator[Trainer]:
-        """Yield the trainer of a setting, and free it at the end."""
+        """Yield a trainer for a setting, and free it on exit."""
         arguments = parse_setting_arguments(self._job, setting)
         empty_caches()
         policy = TrainingPolicy(

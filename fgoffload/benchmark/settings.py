@@ -74,7 +74,7 @@ class Setting:
     modules: tuple[str, ...] = ()
     """Tags to offload, for `megatron` and `ours`."""
     fraction: float = 1.0
-    """Fraction of the modules' sites to offload, from 0 to 1."""
+    """Fraction of the sites of `modules` to offload, from 0 to 1."""
     is_delayed: bool = False
     """Whether copies start only after the launch of the next CUDA graph, for `megatron` and `ours`."""
     recompute: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Setting:
     layers: int | None = None
     """Number of layers that Transformer Engine offloads."""
     plan: Path | None = None
-    """Plan file, for `plan` and, once the plan has been made, for `budget`."""
+    """Plan file of a `plan` setting, or of a `budget` setting after planning."""
     budget_bytes: int | None = None
 
     @property

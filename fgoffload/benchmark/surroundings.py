@@ -19,7 +19,7 @@ _VARIABLES = re.compile(
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Surroundings:
-    """Machine, versions and environment variables of a process."""
+    """Machine, package versions and environment variables that a process sees."""
 
     device: str
     """Name of the device in torch, or `CPU`."""

@@ -23,7 +23,7 @@ COMPARED = ("baseline", "full recompute", "selective recompute")
 """Baselines shown in the table of peaks by pipeline rank."""
 
 PROFILE_UNCERTAINTY, DENSE_UNCERTAINTY, EXPERTS_UNCERTAINTY = 0.04, 0.15, 0.25
-"""Relative uncertainty of predicted step times: from a profile, and from the hardware table for dense and for MoE models. About
+"""Relative uncertainty of step times predicted from a profile, or from the hardware table for a dense or an MoE model. About
 four out of five predictions are within this margin. Source: docs/results/predictions.md and its published steps."""
 OVERHEAD_NOISE = 0.02
 """If two predicted step times differ by less than this fraction, the difference is noise. The fraction is below the uncertainty

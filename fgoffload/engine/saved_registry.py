@@ -49,7 +49,7 @@ class SavedRegistry:
         self._comparisons: dict[tuple[Site | None, Site | None], int] = {}
         """Number of comparisons for each pair of places. See [Note: Writes that torch does not count]."""
         self._rewriting: set[tuple[Site | None, Site | None]] = set()
-        """Pairs of places between which a storage is overwritten."""
+        """Pairs of places: a storage saved at the first is overwritten before it is saved again at the second."""
         self._saved: dict[int, weakref.ref[SavedStorage]] = {}
         self._watched = TagStats()
         """Statistics of saves that belong to no group."""

@@ -41,7 +41,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
     "fp8_param": ("--fp8-param-gather",),
     "use_te_rng_tracker": ("--te-rng-tracker",),
 }
-"""Megatron-LM's flags that are named differently from the config field they set, keyed by field."""
+"""Megatron-LM's flags whose names differ from the config field that they set, keyed by field."""
 
 _PRESETS: Mapping[str, Mapping[str, Any]] = {
     # Megatron-LM fuses SwiGLU by default, and the fused kernel saves less for backward.

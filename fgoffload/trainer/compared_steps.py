@@ -53,7 +53,7 @@ def compare_steps(
     host_budget_bytes: int,
     on_step: Callable[[], None] = lambda: None,
 ) -> tuple[ComparedStep, ...]:
-    """Time baseline steps and steps with plans in alternation. All processes must call this, and get the same result.
+    """Time baseline steps and steps with plans in alternation. All processes must call this. All get the same result.
 
     If planning fails, or a single-process run runs out of GPU memory, log a warning and return an empty tuple.
     """

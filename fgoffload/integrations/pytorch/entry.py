@@ -67,7 +67,7 @@ def explain(handle: Any) -> str:
     """Return the plan for a memory budget as text: each layer's bytes and actions, and the time and peak memory of a step.
 
     Args:
-        handle: Handle or `OffloadCallback` that was created with `memory`. A callback keeps its plan after training.
+        handle: Handle or `OffloadCallback` that was created with `memory`. A callback can be explained even after training.
 
     Raises:
         ConfigError: `handle` has no memory budget.

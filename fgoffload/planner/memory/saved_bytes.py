@@ -103,7 +103,7 @@ def _list_head_norms(shape: LayerShape) -> Iterator[SavedTensor]:
         rows = heads * shape.shared_tokens
         # 2sbn dqk/t and 2sbg dqk/t: inputs of the norms, copied from parts of the linear's output.
         yield _make(f"{name} before its norm", ("qkv_linear",), BF16 * rows * shape.qk_channels)
-        # Statistics of each head: 4sbn/t and 4sbg/t.
+        # 4sbn/t and 4sbg/t: the norm saves one fp32 statistic per token and head.
         yield _make(f"statistics of the {name}'s norm", ("qkv_linear",), count_norm_statistics(shape, rows), FP32)
 
 

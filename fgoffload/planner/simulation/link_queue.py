@@ -123,7 +123,7 @@ class LinkQueue:
         began_s = self.now_s
         now_s = began_s + (left_s if left_s < other_left_s else other_left_s)
         self.now_s = now_s = now_s if now_s < until_s else until_s
-        same_s = now_s * _SAME_TIME  # copies in both directions can end now
+        same_s = now_s * _SAME_TIME  # the copies in both directions may finish at the same time
         if began_s + left_s <= same_s:
             self._end_copy(queue)
         else:

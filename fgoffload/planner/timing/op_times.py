@@ -1,4 +1,4 @@
-"""Builds the model of a layer, with the times of its segments, from its shape and a device.
+"""Builds a layer's model, including the time of each segment, from the layer's shape and the device.
 
 A kernel takes as long as its arithmetic or its memory traffic, whichever is longer, at the efficiency of its kind
 (`Efficiency`), plus a short gap. A layer takes at least the time that the host needs to launch its kernels.

@@ -165,7 +165,7 @@ class MegatronOffload:
         return lane
 
     def abandon_microbatch(self) -> None:
-        """Drop the state of a forward that raised an error. A recompute in backward has no state here."""
+        """Drop the state of a forward that raised an error. Forwards that are recomputed in backward keep no state here."""
         if not is_inert():
             self._lane = None
             self._open.clear()

@@ -88,7 +88,7 @@ class Script:
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
         self.is_launch = self._launch is not None
-        """Whether the script runs a Python script."""
+        """Whether the script launches training, rather than only defining flags."""
         if not self.flags:
             raise ConfigError(f"{source} has no array of flags. Add one, for example MODEL_ARGS=( --num-layers 4 ).")
 

@@ -90,7 +90,7 @@ class KnownCounts:
         wrap_symbol(patches, f"{DISPATCHERS}:MoEAlltoAllTokenDispatcher", "_maybe_dtoh_and_synchronize", self._wait)
 
     def _check(self) -> None:
-        """Compare the counts that have arrived since the last call. The host does not block."""
+        """Check that recomputes used the token counts of their forward, if the counts have arrived. The host does not block."""
         while self._requested and _is_complete(self._requested[0][0]):
             for known, own in self._requested.popleft()[1]:
                 before, again = torch.as_tensor(known), torch.as_tensor(own)

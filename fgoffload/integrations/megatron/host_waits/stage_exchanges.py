@@ -1,4 +1,4 @@
-"""Exchanges tensors between pipeline stages with fewer host waits than Megatron. Copies do not delay the remaining waits.
+"""Exchanges tensors between pipeline stages with fewer host waits than Megatron, none of which waits for offload copies.
 
 [Note: Waits after an exchange]
 Megatron's host waits for the whole device after each exchange, because in old PyTorch versions, the requests of

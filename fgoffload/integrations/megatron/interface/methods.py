@@ -22,7 +22,7 @@ from fgoffload.integrations.megatron.graphs.graphed_layers import is_capturing
 
 
 class Calls:
-    """Shared state of the replaced methods. `get_offload` returns the integration."""
+    """State shared by the methods that replace Megatron's. `get_offload` returns the integration."""
 
     def __init__(self, get_offload: Callable[[], MegatronOffload]) -> None:
         self.get_offload = get_offload
