@@ -1,4 +1,4 @@
-"""Measures how much copies between host and device slow down the CPU, which uses the same memory.
+"""Measures how far the CPU slows down during copies between host and device, which use the same memory.
 
     python examples/benchmarks/copies_beside_host.py [--seconds 0.2] [--repeats 4]
 

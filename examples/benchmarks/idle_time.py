@@ -7,7 +7,7 @@ streams, so gaps on a single stream do not count. Copies and fills are not kerne
 A gap is at a wait if the host returns from that wait within the gap. Until the wait is over, the host cannot launch the
 kernel that ends the gap, whether a copy or a kernel transfers the awaited bytes. We also measure how much of each gap the host
 spends inside waits. That part grows if other copies are queued ahead of the awaited bytes. In the rest of the gap, the host
-launches kernels, including any work that it had not launched before the wait.
+launches kernels, some of which it could have launched before the wait.
 
 A gap has a late launch if the launch call of the kernel that ends the gap returned only after the gap began: the device was
 idle because of the host. In all other gaps, the kernel had already been launched, and the device was waiting for an event or

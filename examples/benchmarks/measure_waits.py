@@ -213,7 +213,7 @@ def warm_profiler() -> None:
 
 
 def list_time_rows(runs: Sequence[Run]) -> list[tuple[str, ...]]:
-    """Return a row of cells for each setting under `TIME_HEADINGS`."""
+    """Return one row of cells per setting, with the columns `TIME_HEADINGS`."""
     plain = {run.repeat: run.ms for run in runs if run.remedies is Remedies.NO_OFFLOAD}
     rows = []
     for remedies in Remedies:

@@ -90,7 +90,7 @@ Peaks = dict[Worker, int | None]
 
 
 def list_workers(settings: Sequence[Setting]) -> list[Worker]:
-    """Return a worker for each setting. A `baseline` worker precedes the first setting of each kind of process."""
+    """Return a worker for each setting. Before the first setting of each `process`, add a `baseline` worker."""
     workers: dict[Worker, None] = {}
     for setting in settings:
         workers[Worker(BASELINE, setting.process)] = None

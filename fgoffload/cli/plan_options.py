@@ -44,7 +44,7 @@ class PlanOptions:
     megatron_flags: tuple[str, ...]
     """Megatron's flags from the command line, with short flags replaced. They override the file's flags."""
     own_flags: tuple[str, ...]
-    """This command's own flags, which errors suggest for a misspelled flag."""
+    """This command's own flags. If a flag is misspelled, the error suggests the closest one."""
     gpu: str | None
     hardware: Path | None
     profile: Path | None

@@ -1,4 +1,4 @@
-"""Executes the transfer schedule: offloads ended groups, cancels offloads, and reloads storages."""
+"""Executes the transfer schedule: offloads groups that have ended, cancels offloads, and reloads storages."""
 
 import dataclasses
 import logging

@@ -119,5 +119,5 @@ class Lane(ScheduledLane[Group, SavedStorage]):
         return saved.state is SavedState.OFFLOADED
 
     def count_bytes(self, remaining: Iterable[SavedStorage]) -> int:
-        """Return the bytes to copy for `remaining`."""
+        """Return the number of bytes to copy for the storages in `remaining`."""
         return sum([saved.moved_bytes for saved in remaining])

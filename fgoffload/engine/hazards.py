@@ -1,9 +1,9 @@
 """Memory hazards that the engine's waits prevent. The engine passes the hazard to each wait that it queues.
 
 [Note: Ordering of a copy to the host]
-The copy reads its source while compute runs, and writes a host block that an earlier copy to the device may still read. The
-source stays alive until the copy is done. Before the source is freed, the compute streams wait for that copy and for each
-other, because the allocator reuses freed memory for the next kernel on any of them.
+The copy reads its source while compute runs. An earlier copy to the device may still be reading the host block that this copy
+overwrites. The source stays alive until the copy is done. Before it is freed, the compute streams wait for that copy and for
+each other, because the allocator reuses freed memory for the next kernel on any of them.
 
 [Note: Ordering of a copy to the device]
 The buffer is allocated on the compute stream, so the allocator reuses its memory in the order of that stream. The copy stream

@@ -1,7 +1,7 @@
 """Regions of forward whose saves form a group, and the marks that track the position of backward.
 
 [Note: Marks]
-The first unpacked tensor of a site shows that backward has reached the site. A mark, which is a hook on the gradient of the
+When the first tensor of a site is unpacked, backward has reached the site. A mark, which is a hook on the gradient of the
 site's output, fires earlier. A mark on a lane's first input shows that backward has finished the lane. Marks do not change the
 graph. An identity autograd function would, and could change results: if a site uses its input more than once, and a residual
 connection also uses that input, the site's gradients would be summed before the residual's gradient is added, and
@@ -146,8 +146,8 @@ class Region(Saving):
 
         Args:
             tensor: Output of the site, or of a later op that does not need the group's tensors. Pass None to set no mark, which
-                takes less CPU time. The first unpacked tensor then shows the position of backward, but later than a mark if the
-                last ops of the site save nothing.
+                takes less CPU time. Only the first unpacked tensor then shows that backward has reached the site. If
+                the last ops of the site save nothing, it is unpacked later than a mark would fire.
             is_held: Whether to delay the offload until `OffloadEngine.flush`.
 
         Raises:

@@ -284,7 +284,7 @@ class Staging:
             stats.d2h_bytes += size_bytes
 
     def _list_next(self, current: _CapturedPass) -> list[CapturedForward]:
-        """List the forward whose backward directly follows `current`. The list is empty unless its bytes are on the host."""
+        """List the forward whose backward directly follows `current`, unless its bytes are not on the host."""
         following = current.next  # it uses a different slot from `current`, unless it reads in place
         if following is None or not following.is_backward or following.forward.state is not ForwardState.OFFLOADED:
             return []

@@ -43,7 +43,7 @@ from fgoffload.planner.training_facts import list_facts
 class PlanReport:
     """A plan, its prediction, and the baselines to compare it with."""
 
-    ranks: tuple[RankModel, ...]  # pipeline ranks that the plan covers, with the host budget set
+    ranks: tuple[RankModel, ...]  # pipeline ranks that the plan covers, including their host budget
     baselines: Mapping[str, StepResult]
     """`baseline`, `full recompute`, `selective recompute` and `offload everything`. They can exceed the memory budget. Once
     `offload everything` has used up the host budget, further tensors stay on the GPU."""

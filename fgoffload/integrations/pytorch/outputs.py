@@ -40,7 +40,7 @@ def list_tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def find_tensor(value: Any) -> torch.Tensor | None:
-    """Return the first tensor in `value` that requires a gradient, or None. Other tensors have no gradient to hook."""
+    """Return the first tensor in `value` that requires a gradient, so that a hook can be registered, or None."""
     return next((tensor for tensor in list_tensors(value) if tensor.requires_grad), None)
 
 

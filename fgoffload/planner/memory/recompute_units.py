@@ -1,10 +1,10 @@
 """Lists a layer's recompute units (see `fgoffload.tags.RECOMPUTE_UNITS`), the tensors that each unit frees, and its cost.
 
 Some units are checkpoints, which save their input and are recomputed right before their own backward: `layer`, `core_attn`,
-`mlp`, `moe` and `shared_expert`. All others drop their output, which the next module would save, and are recomputed when
-backward reaches a module that uses it. With FP8, these units use Megatron's checkpoints, which copy the recomputed tensor into
-the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right before the
-backward of the next module.
+`mlp`, `moe` and `shared_expert`. All others drop their output, which the next module would otherwise keep, and are recomputed
+when backward reaches a module that uses it. With FP8, these units use Megatron's checkpoints, which copy the recomputed tensor
+into the dropped storage, so both exist briefly. `qkv_linear`, `mlp_fc1`, `expert_fc1` and `dispatch` are recomputed right
+before the backward of the next module.
 
 Source: `reruns.py`, `detached_outputs.py`, `partial_recompute.py` and `permutations.py` of our integration; `checkpoint` of
 megatron/core/tensor_parallel/random.py, and the callers of `checkpoint` and `CheckpointWithoutOutput` in transformer_layer.py,

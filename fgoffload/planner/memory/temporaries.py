@@ -66,7 +66,7 @@ def _count_attention(shape: LayerShape, execution: Execution) -> dict[str, Extra
 
 
 def _count_norm(sizes: LayerSizes) -> ExtraBytes:
-    # Forward has an input and an output. Backward has the gradients of both, and the residual's gradient.
+    # Forward holds an input and an output. Backward holds the gradients of both, and the residual's gradient.
     return ExtraBytes(forward=2 * sizes.hidden, backward=3 * sizes.hidden)
 
 
@@ -144,7 +144,7 @@ def _count_router(sizes: LayerSizes, experts: ExpertsShape) -> dict[str, ExtraBy
     tables = FP32 * sizes.shape.tokens * experts.num_experts
     copied = 2 * hidden if experts.router.dtype_bytes == FP32 else 0
     return {
-        # Forward has logits, scores and probabilities of all experts. Backward has the gradients of two of these.
+        # Forward holds logits, scores and probabilities of all experts. Backward holds the gradients of two of these.
         "router": ExtraBytes(forward=hidden + copied + 3 * tables, backward=3 * hidden + copied + 2 * tables),
         "dispatch": ExtraBytes(
             forward=sum(sizes.dispatch_steps), backward=hidden + _find_peak((hidden, *sizes.dispatch_steps))

@@ -52,7 +52,7 @@ def fuse_norm(norm: SegmentWork, linear: SegmentWork) -> SegmentWork:
 
 
 def make_residual_works(shape: LayerShape, execution: Execution) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
-    """Return the operations of dropout and residual add, for forward and for backward."""
+    """Return the forward and backward operations of dropout and of the residual addition."""
     hidden = LayerSizes(shape).hidden
     # The fused op reads two tensors and writes one. Without fusion, dropout first reads one tensor and writes one.
     forward = make_moves(3 * hidden) if execution.has_fused_dropout_add else make_moves(5 * hidden, kernels=2)
@@ -142,7 +142,7 @@ def _list_rope(shape: LayerShape, rotated_bytes: int) -> tuple[Work, ...]:
     if shape.has_fused_rotary:
         return (make_moves(2 * rotated_bytes, kernels=2),)
     # Rotate the halves, multiply by cosine and by sine, add, and concatenate: 3 + 2 + 2 + 3 + 2 times the bytes. Halves are
-    # strided, and cosine and sine are broadcast over heads. Traces of Llama 3 8B (H100) and GPT-OSS (H200) agree within 20%.
+    # strided, and cosine and sine are broadcast over heads. Traces of Llama 3 8B and GPT-OSS match to within 20% (H100, H200).
     return (make_moves(12 * rotated_bytes, strided_bytes=10 * rotated_bytes, kernels=10),)
 
 

@@ -88,7 +88,7 @@ class PipelineSearch:
         usual += [] if known is None else [known.plan]
         found = [] if known is None else [known]
         found += self._find_together(budget_bytes, usual, nearest_plan)
-        # In a plan found rank by rank, ranks may wait for each other. A baseline treats all ranks equally and may be faster.
+        # If each rank's plan is searched separately, ranks may wait for each other, so a baseline for all ranks may be faster.
         compared = [(flags[name], result) for name, result in self.baselines.items()]
         compared += [] if nearest is None else [(nearest.flags, nearest.result)]
         for one, result in compared:

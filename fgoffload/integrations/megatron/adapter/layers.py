@@ -185,7 +185,7 @@ class _Registrar:
         offload.graphs.chunks[layer] = chunk
         recomputed = offload.actions.list_recomputed(chunk, number)
         check_recompute(recomputed, vars(layer.config), layer=number, is_moe=getattr(layer, "is_moe_layer", False))
-        # With a measurement, the plan is made later and may recompute any unit.
+        # If the run measures a step first, its plan is made afterwards and may recompute any unit.
         units = recomputed if offload.measurement is None else layer_recompute.find_units(layer)
         layer_recompute.wrap_consumers(self._innermost, self.get_offload, layer, units)
         for unit in recomputed:

@@ -199,7 +199,7 @@ class MeasuredStep:
 
 
 def _order_layers(model: RankModel) -> list[tuple[int, int]]:
-    """Return the layers of a rank, by chunk and number: one of each kind first, then a second of each, and so on."""
+    """Return the chunk and number of a rank's layers: first one layer of each kind, then a second of each, and so on."""
     seen: collections.Counter[str] = collections.Counter()
     keys = []
     for chunk, layers in enumerate(one.layers for one in model.chunks):

@@ -1,6 +1,6 @@
 """Adds and reads Megatron's CUDA graph flags under their megatron-core 0.19 names, whichever version is installed.
 
-Before 0.18, `--cuda-graph-modules` was called `--cuda-graph-scope`, and a graph of the whole step was a scope of `local`
+Before 0.18, `--cuda-graph-modules` was called `--cuda-graph-scope`, and whole-step graphs were one of the scopes of `local`
 graphs. Both spellings are accepted and converted to the fields of the installed version.
 """
 

@@ -58,7 +58,7 @@ class LayerFacts:
     is_quantized: bool = False
     """Whether the linears use FP8. If so, units use Megatron's checkpoints instead of `reruns.py`."""
     has_sequential_experts: bool = False
-    """Whether the layer runs one expert after another instead of grouped linears."""
+    """Whether the layer runs its experts one after another instead of in grouped linears."""
 
 
 def list_watched(layer: Any, units: tuple[str, ...]) -> list[WatchedUnit]:
