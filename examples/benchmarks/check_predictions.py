@@ -221,7 +221,7 @@ def main() -> int:
                 tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LOG_LINES:]
                 console.print("\n".join(tail), highlight=False, markup=False, soft_wrap=True)
             lines = [*(describe_worst(source, comparisons) for source in Source), *notes]
-            # Write after each model, so that stopping the script loses only the running model.
+            # Write after each model, so that stopping the script loses only one model's results.
             write_report(options.out, work, list_rows(comparisons), lines)
     table = Table(*HEADINGS, title="predicted and measured, worst first", title_justify="left")
     for cells in list_rows(comparisons):

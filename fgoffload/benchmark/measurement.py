@@ -106,7 +106,7 @@ class Summary:
 def find_ratio_interval(ratios: Sequence[float]) -> tuple[float, float] | None:
     """Return the 95% confidence interval of the ratios' geometric mean, or None with fewer than `MIN_REPEATS` ratios.
 
-    This is Student's t-interval of the log ratios. Each repeat has its own `baseline`, so drift in speed mostly cancels out.
+    This is Student's t-interval for the mean log ratio. Each repeat has its own `baseline`, so most drift in speed cancels out.
     """
     if len(ratios) < MIN_REPEATS:
         return None

@@ -32,7 +32,7 @@ class TrainingArguments:
     """A training run, as described by Megatron's flags."""
 
     transformer: Mapping[str, Any]
-    """Fields of Megatron's TransformerConfig that flags set. The other fields have their defaults."""
+    """Fields of Megatron's TransformerConfig that flags set. The other fields keep their defaults."""
     offload: OffloadConfig | None
     """Activation offload options, or None without offload."""
     source: FlagSources

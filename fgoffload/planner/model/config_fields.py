@@ -77,7 +77,7 @@ def find_count(document: Mapping[str, Any], name: str, *, least: int) -> int | N
     # `isinstance` would accept JSON's true, because a bool is an int in Python.
     if type(count) is not int:
         raise ConfigError(f"{name} {count!r} is not a whole number. Use {least} or more.")
-    # ModelShape also checks these limits, but here the error names the field of the file.
+    # ModelShape also checks these limits, but an error raised here can name the field in the file.
     check_count(name, count, least=least, most=MOST_LAYERS if name in _LAYER_COUNTS else LARGEST_SIZE)
     return count
 

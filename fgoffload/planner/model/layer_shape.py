@@ -166,8 +166,8 @@ class LayerShape:
     has_clamped_gate: bool = False
     """Whether experts clamp their first linears' output before the activation, which saves one more tensor of that size."""
     has_linear_bias: bool = False
-    """Whether all linear layers have biases. Only biases of the experts' second linears change saved bytes and compute, because
-    separate ops add them. Some recompute units do not support biases."""
+    """Whether all linear layers have biases. Only biases of the experts' second linear layers change saved bytes and compute,
+    because they are added by separate ops. Some recompute units do not support biases."""
     has_attention_sinks: bool = False  # whether attention saves one more number per head: `--softmax-type learnable`
     has_hidden_dropout: bool = False  # whether `--hidden-dropout` is above 0
     has_mtp_projection: bool = False

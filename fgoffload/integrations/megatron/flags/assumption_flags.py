@@ -27,7 +27,7 @@ _PRECISION_AWARE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtyp
 def make_assumptions(values: Mapping[str, Any], *, has_optimizer: bool) -> Assumptions:
     """Build the planner's assumptions from Megatron's flags. If `has_optimizer` is False, steps do not update parameters.
 
-    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry. Raise a ConfigError if a flag is
+    The keys of `values` are flag names with `_` instead of `-`. Absent flags have no entry. Raise a ConfigError if a flag is
     invalid or two flags are mutually exclusive.
     """
     elements = values.get("min_offloaded_tensor_size", DEFAULT_MIN_OFFLOADED_TENSOR_SIZE)

@@ -29,7 +29,7 @@ _FIELD_FLAGS = {
     "ffn_hidden_size": "moe_ffn_hidden_size",
     "shared_ffn_hidden_size": "moe_shared_expert_intermediate_size",
 }
-"""Flag for each field of `ExpertsShape` and `RouterShape`, with `_` for `-`."""
+"""Flag for each field of `ExpertsShape` and `RouterShape`, spelled with `_` instead of `-`."""
 
 _DEFAULT_TOPK = 2
 """Default number of experts per token. Source: `TransformerConfig.moe_router_topk`, megatron-core 0.16.1."""
@@ -38,7 +38,7 @@ _DEFAULT_TOPK = 2
 def make_experts(values: Mapping[str, Any]) -> ExpertsShape | None:
     """Return the shape of a layer's experts, or None for a dense model. Raise a ConfigError for an invalid value.
 
-    The keys of `values` are flag names, with `_` for `-`. Absent flags have no entry.
+    The keys of `values` are flag names with `_` instead of `-`. Absent flags have no entry.
     """
     if "num_experts" not in values:
         return None

@@ -50,7 +50,7 @@ def check_replaced(words: Sequence[str]) -> None:
 def check_tags(offload: OffloadConfig, values: Mapping[str, Any]) -> None:
     """Raise a ConfigError for tags with no tensors to offload. The message names the tag, the flag and the fix.
 
-    `values` maps fields of Megatron's `TransformerConfig` to the values from flags. Absent fields have their defaults.
+    `values` maps fields of Megatron's `TransformerConfig` to the values from flags. Absent fields keep their defaults.
     """
     check_selective(offload, values)
     check_paged_stash(offload.offload_modules, values)

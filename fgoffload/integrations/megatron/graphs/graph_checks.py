@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mapping[str, Any]) -> None:
     """Reject tags that cannot be offloaded under the run's CUDA graphs. The ConfigError names the tag, the flag and the fix.
 
-    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields have their defaults.
+    `values` are Megatron's flags as fields of its `TransformerConfig`. Missing fields keep their defaults.
     """
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
