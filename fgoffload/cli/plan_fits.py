@@ -1,7 +1,6 @@
 """For a model that does not fit, shows the memory of each pipeline rank and layouts that would fit."""
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
@@ -55,10 +54,7 @@ def list_fits(model: ModelShape, parallelism: Parallelism, assumptions: Assumpti
     }
     input_bytes = _HIDDEN_BYTES * make_layer_shape(model, parallelism, 0).tokens * model.hidden_size
     output = count_output_bytes(model, parallelism)
-    pipeline, size = parallelism.pipeline, parallelism.pipeline.microbatches_of_group
-    # Four groups of microbatches and the incomplete last group have the same peak as the whole step.
-    shortest = min(pipeline.microbatches, 4 * size + pipeline.microbatches % size)
-    pipeline = dataclasses.replace(pipeline, microbatches=shortest)
+    pipeline = parallelism.pipeline.shorten()
     fits = []
     for rank, chunks in enumerate(list_chunks(model, parallelism)):
         kept = [sum(layer_bytes[number] for number in chunk.layers) for chunk in chunks]

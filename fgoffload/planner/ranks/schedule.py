@@ -103,6 +103,11 @@ class Pipeline:
         has_groups = self.chunks == 1 or self.microbatches >= 2 * self.microbatches_of_group
         return has_groups and count_warmup_passes(self, rank=0) < self.microbatches * self.chunks
 
+    def shorten(self) -> "Pipeline":
+        """Return the pipeline with fewer microbatches but the same peaks: four whole groups and the incomplete last group."""
+        size = self.microbatches_of_group
+        return dataclasses.replace(self, microbatches=min(self.microbatches, 4 * size + self.microbatches % size))
+
     def _check_groups(self) -> None:
         size = self.microbatches_of_group
         check_count("group_size", size)

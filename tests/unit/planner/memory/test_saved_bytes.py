@@ -63,22 +63,12 @@ DETERMINISTIC = {
 MEASURED = {
     "dense": (
         DENSE,
-        {
-            **GROUPED,
-            "mlp_fc1": (HIDDEN, HIDDEN, ROWS),
-            "mlp_act": ((512, 1024, "bf16"),),
-            "mlp_fc2": ((256, 2, 512, "bf16"),),
-        },
+        {**GROUPED, "mlp_fc1": (HIDDEN, HIDDEN, ROWS), "mlp_act": ((512, 1024, "bf16"),), "mlp_fc2": ((256, 2, 512, "bf16"),)},
     ),
     "experts": (MOE, {**GROUPED, **DETERMINISTIC}),
     "fused_permutation": (
         FUSED,
-        {
-            **GROUPED,
-            **EXPERT_TENSORS,
-            "router": (HIDDEN, *CHOSEN),
-            "moe_combine": ((1024, "int32"), (512, 17, "int32")),
-        },
+        {**GROUPED, **EXPERT_TENSORS, "router": (HIDDEN, *CHOSEN), "moe_combine": ((1024, "int32"), (512, 17, "int32"))},
     ),
     "shared_experts_and_query_groups": (
         SHARED,
@@ -178,10 +168,7 @@ def test_small_deepseek_v2_lite_matches_the_bytes_saved_on_an_h100_with_megatron
     ("router", "tensors"),
     [
         ({"dtype_bytes": 4}, ((72, 5, "fp32"),)),
-        (
-            {"score_function": "sigmoid", "has_expert_bias": True},
-            ((72, 12, "fp32"), (72, 5, "fp32"), (72, 1, "fp32")),
-        ),
+        ({"score_function": "sigmoid", "has_expert_bias": True}, ((72, 12, "fp32"), (72, 5, "fp32"), (72, 1, "fp32"))),
         (
             {"score_function": "sigmoid", "balancing": "seq_aux_loss"},
             (

@@ -1,9 +1,11 @@
-"""Tests the errors of invalid pipelines. `test_schedule_megatron` compares valid ones with Megatron."""
+"""Tests shortened and invalid pipelines. `test_schedule_megatron` compares valid ones with Megatron."""
+
+import itertools
 
 import pytest
 
 from fgoffload import ConfigError
-from fgoffload.planner.ranks.schedule import Pipeline
+from fgoffload.planner.ranks.schedule import PassKind, Pipeline, list_passes
 
 
 @pytest.mark.parametrize(
@@ -20,3 +22,13 @@ from fgoffload.planner.ranks.schedule import Pipeline
 def test_an_invalid_pipeline_is_rejected_with_a_fix(fields, message):
     with pytest.raises(ConfigError, match=message):
         Pipeline(**fields)
+
+
+@pytest.mark.parametrize("extra", [{"microbatches": 45, "group_size": 8, "has_expert_overlap": True}, {"microbatches": 64}])
+def test_a_shortened_step_has_the_same_peak(extra):
+    pipeline = Pipeline(stages=4, chunks=3, **extra)
+    for rank in range(pipeline.stages):
+        steps = [list_passes(one, rank=rank) for one in (pipeline, pipeline.shorten())]
+        whole, short = ([(-1) ** (one.kind is PassKind.BACKWARD) * (3, 3, 7)[one.chunk] for one in step] for step in steps)
+        assert max(itertools.accumulate(whole)) == max(itertools.accumulate(short))
+        assert len(short) < len(whole)
