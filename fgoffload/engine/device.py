@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from fgoffload.engine.cuda_copies import find_cuda_copies
+from fgoffload.engine import cuda_copies
 from fgoffload.engine.events import EventPool
 from fgoffload.engine.geometry import View
 from fgoffload.engine.hazards import Hazard
@@ -222,7 +222,7 @@ class AcceleratorDevice(Device):
         self._streams: dict[int, Stream] = {}
         """Streams keyed by their CUDA handle. Stream objects with the same handle refer to the same queue."""
         # Copies of pageable memory block the host, so a faster launch would gain nothing.
-        self._copies = find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
+        self._copies = cuda_copies.find_cuda_copies() if self.type == "cuda" and host_memory is HostMemory.PINNED else None
         self._events = EventPool(functools.partial(torch.Event, device=self._device))
         self._timed_events = EventPool(functools.partial(torch.Event, device=self._device, enable_timing=True))
 
@@ -271,7 +271,9 @@ class AcceleratorDevice(Device):
         if self._copies is None:
             destination.copy_(source, non_blocking=True)
         else:
-            self._copies.queue(destination, source, stream)
+            to_host = stream == self.d2h_stream
+            piece_bytes = cuda_copies.D2H_PIECE_BYTES if to_host else cuda_copies.H2D_PIECE_BYTES
+            self._copies.queue(destination, source, stream, piece_bytes=piece_bytes)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102
         return self.on(stream) if self._copies is None else NO_CONTEXT

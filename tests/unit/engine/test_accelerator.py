@@ -121,7 +121,8 @@ class RawStream:
 
 
 def test_pinned_copies_call_cudaMemcpyAsync_in_pieces_on_alternating_streams(use_runtime, monkeypatch):
-    monkeypatch.setattr(cuda_copies, "PIECE_BYTES", 20)
+    monkeypatch.setattr(cuda_copies, "D2H_PIECE_BYTES", 20)
+    monkeypatch.setattr(cuda_copies, "H2D_PIECE_BYTES", 16)
     runtime = use_runtime(Runtime())
     device = AcceleratorDevice()
     source, destination = torch.arange(24, dtype=torch.int16).view(4, 6), torch.zeros(4, 6, dtype=torch.int16)
@@ -132,7 +133,7 @@ def test_pinned_copies_call_cudaMemcpyAsync_in_pieces_on_alternating_streams(use
         destination.zero_()
     offsets = [(to - destination.data_ptr(), origin - source.data_ptr(), *rest) for to, origin, *rest in runtime.calls]
     assert offsets[:3] == [(0, 0, 20, 4, 16), (20, 20, 20, 4, 48), (40, 40, 8, 4, 16)]
-    assert offsets[3:] == [(0, 0, 20, 4, 32), (20, 20, 20, 4, 64), (40, 40, 8, 4, 32)]
+    assert offsets[3:] == [(0, 0, 16, 4, 32), (16, 16, 16, 4, 64), (32, 32, 16, 4, 32)]
     assert RawStream.waits == [(3, 1), (1, 3), (4, 2), (2, 4)], "each piece waits for the previous one"
 
 
