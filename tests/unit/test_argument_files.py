@@ -53,7 +53,7 @@ def test_an_unterminated_construct_is_rejected_with_its_line(script: str, messag
     [
         ("train", "--num-gpus 24 --log logs/x --fp8-format hybrid --bf16", ["if $PRECISION (line 7), if $KEY (line 9)"]),
         ("submit", "--num-layers 61 --moe-layer-freq [0]*3+[1]*58 --use-megatron-fsdp --strategy $STRATEGY", ["sbatch"]),
-        ("options", "--seq-length 4096 --bf16", ["source (line 2)", "while (line 3)"]),
+        ("options", "--seq-length 4096 --bf16 $(cat more.txt)", ["source (line 2)", "while (line 3)", "$(cat ...)"]),
     ],
 )
 def test_scripts_like_megatrons_examples_are_read_and_skipped_parts_are_listed(name, flags, skipped, caplog):

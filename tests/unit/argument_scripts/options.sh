@@ -7,4 +7,4 @@ while [[ $# -gt 0 ]]; do
 done
 OPTIONS="\
   --seq-length ${LENGTH-4096} \
-  --${PRECISION:-bf16} "
+  --${PRECISION:-bf16} $(cat more.txt) "
