@@ -11,9 +11,8 @@ copy on another stream, such as FSDP2's pointers or a dispatcher's token counts,
 behind 512 MiB. So we split each copy into pieces, and queue every second piece on a second stream. Other streams are served
 between two pieces: after about 0.3 ms with 16 MiB pieces, or 0.4 ms with 32 MiB, at the same bandwidth (H200, PCIe 5).
 
-Larger pieces take less CPU time: 0.09 ms per 512 MiB with 32 MiB pieces, and about 0.2 ms with 16 MiB (H200). Copies to the
-host have the larger pieces, since CPU time matters most in forward. Copies to the device have smaller pieces, since FSDP2's
-pointers wait for them in backward.
+Larger pieces take less CPU time: 0.09 ms per 512 MiB with 32 MiB pieces, about 0.2 ms with 16 MiB (H200). Copies to the host
+have larger pieces, since CPU time matters most in forward. In backward, FSDP2's pointers wait for copies to the device.
 """
 
 import ctypes

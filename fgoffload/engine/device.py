@@ -271,8 +271,7 @@ class AcceleratorDevice(Device):
         if self._copies is None:
             destination.copy_(source, non_blocking=True)
         else:
-            to_host = stream == self.d2h_stream
-            piece_bytes = cuda_copies.D2H_PIECE_BYTES if to_host else cuda_copies.H2D_PIECE_BYTES
+            piece_bytes = cuda_copies.D2H_PIECE_BYTES if stream == self.d2h_stream else cuda_copies.H2D_PIECE_BYTES
             self._copies.queue(destination, source, stream, piece_bytes=piece_bytes)
 
     def copying_on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:  # noqa: D102

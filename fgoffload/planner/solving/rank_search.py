@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.ranks.rank_model import LateCosts, RankModel
 from fgoffload.planner.simulation.simulator import simulate_rank
-from fgoffload.planner.solving.states import LayerSlot, State, list_in_flight, list_slots, make_key, make_plan, shorten
+from fgoffload.planner.solving.states import LayerSlot, State, find_fullest, list_slots, make_key, make_plan, shorten
 from fgoffload.planner.solving.treatments import KEEP, Treatment, list_treatments
 
 _COPY_PRICES = (0.03, 0.4)  # copy prices that sweeps try: fractions of the copy time to the host that count as step time
@@ -134,9 +134,7 @@ class RankSearch:
         kept_bytes = [0] * len(self.rank.chunks)
         for slot, one in zip(self.slots, state, strict=True):
             kept_bytes[slot.chunk] += slot.layer.saved_bytes + one.kept_bytes
-        vectors = list_in_flight(self.rank.passes, len(kept_bytes))
-        totals_bytes = (sum(n * size for n, size in zip(vector, kept_bytes, strict=True)) for vector in vectors)
-        return self.rank.static_bytes + max(totals_bytes)
+        return self.rank.static_bytes + find_fullest(self.rank, kept_bytes)[0]
 
     def _sweep(self, budget_bytes: int) -> None:
         """For each copy price and each starting state, find the first state within the budget by bisection."""

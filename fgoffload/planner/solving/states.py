@@ -36,14 +36,19 @@ State = tuple[Treatment, ...]
 def list_slots(rank: RankModel) -> tuple[LayerSlot, ...]:
     """Return the layers of a rank, chunk by chunk, in forward order."""
     sizes = [sum(layer.model.saved_bytes for layer in chunk.layers) for chunk in rank.chunks]
-    vectors = list_in_flight(rank.passes, len(rank.chunks))
-    most = max(vectors, key=lambda vector: (sum(count * size for count, size in zip(vector, sizes, strict=True)), vector))
+    _, most = find_fullest(rank, sizes)
     backwards = [one.chunk for one in rank.passes if one.kind is PassKind.BACKWARD]
     return tuple(
         LayerSlot(number, layer.number, layer.model, backwards.count(number), most[number])
         for number, chunk in enumerate(rank.chunks)
         for layer in chunk.layers
     )
+
+
+def find_fullest(rank: RankModel, sizes: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+    """Return the maximum of bytes in flight, and its microbatches by chunk. `sizes` are the bytes per microbatch by chunk."""
+    vectors = list_in_flight(rank.passes, len(rank.chunks))
+    return max((sum(count * size for count, size in zip(vector, sizes, strict=True)), vector) for vector in vectors)
 
 
 def make_key(state: State) -> object:

@@ -87,7 +87,7 @@ class Script:
             self._read_launch(command.split())
         self.flags = tuple(self._launched or [word for words in self._variables.list_unused() for word in words])
         """Megatron's flags, in order."""
-        self.skipped += [f"{word} ...)" for word in self.flags if word.startswith("$(")]  # the output may contain flags
+        self.skipped += dict.fromkeys(f"{word} ...)" for word in self.flags if word.startswith("$("))
         self.is_launch = self._launch is not None
         """Whether the script launches training, rather than only defining flags."""
         if not self.flags:
