@@ -31,20 +31,19 @@ train: $(STAMP)  ## Train with and without offload: DATA=text.txt ARGUMENTS=argu
 	@$(BIN)/fgoffload train "$(ARGUMENTS)" $(if $(DATA),--data "$(DATA)") $(if $(STEPS),--steps "$(STEPS)")
 
 test: $(STAMP)  ## Run the fast tests on WORKERS=2 processes; tests that need a GPU are skipped without one
-	@# The tests' models are tiny, so a second worker makes the tests faster, but a second thread per operator makes them slower.
 	@# If a worker dies, the run ends. Otherwise pytest-xdist 3.8.0 would restart it and, with --dist=loadfile, wait forever.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
 
 quick: $(STAMP)  ## Run the tests of the engine, the public API, plans and one Megatron model in under a minute
 	@# Only files that use the marker are passed, since collecting all test files takes longer than the quick tests.
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "quick and not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 \
+	@$(BIN)/python -m pytest -m "quick and not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.quick' tests)
 
 slow: $(STAMP) versions  ## Run the slow tests: long random runs, thousands of steps, compilers, other versions
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow --timeout=1800 --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
+	@$(BIN)/python -m pytest -m slow --timeout=1800 --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0
 
 smoke: $(STAMP)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 $(SMOKE)
+	@$(BIN)/python -m pytest -m "not slow" --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 $(SMOKE)
 
 older:  ## Run the tests of Megatron's interface, sites and waits on Python 3.11 and megatron-core 0.16.1, in .venv-older
 	@$(if $(OLDER_PYTHON),$(MAKE) VENV=.venv-older PYTHON=$(OLDER_PYTHON) smoke,echo "Skipped: Python 3.10 or 3.11 was not found.")

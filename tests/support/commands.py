@@ -33,13 +33,12 @@ def run_commands(
         imports: Modules to import once for all commands.
         without: Packages to hide, as if they were not installed.
     """
-    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     imports = imports if sys.platform == "linux" else ()  # some macOS libraries do not work after a fork
     with tempfile.TemporaryDirectory() as folder:
         first = subprocess.run(
             [sys.executable, "-W", "ignore", __file__, folder, json.dumps([commands, imports, without])],
-            env={**environment, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+            env={**environment, "PYTHONWARNINGS": "ignore"},
             cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,

@@ -27,7 +27,7 @@ def run_processes(script: str, folder: Path, *, processes: int, timeout_seconds:
         imports: Modules to import once for all ranks. Without any, each rank is a separate interpreter, which GPUs require.
             Then string hashes, and so the order of sets, differ between ranks, too.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = dict(os.environ)
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     else:

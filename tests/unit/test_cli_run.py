@@ -27,7 +27,7 @@ def start(*words, program=("-m", "fgoffload", "run"), **variables):
         capture_output=True,
         text=True,
         check=False,
-        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", **variables},
+        env={**environment, "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore", **variables},
     )
 
 

@@ -25,9 +25,9 @@ _SAFETY = 1.05
 """If no plan fits, the error suggests the smallest plan's predicted peak times this factor as the budget. The first prediction
 counts the memory of the loss as static, and was up to 4% too low."""
 
-_LATE = LateCosts(group_s=1e-4, tensor_s=5e-5)
+_LATE = LateCosts(group_s=2e-4, tensor_s=1e-4)
 """Assumed CPU time per offloaded group and tensor. In launch-bound parts of a step, the GPU waits for it. Without this cost,
-plans prefer many small groups. Source: docs/results/host_overhead.md, and profiles of steps in docs/results/huggingface.md."""
+plans prefer many small groups. Source: profiles of steps on slow hosts in docs/results/huggingface.md; on fast hosts, half."""
 
 
 class StepReading(NamedTuple):

@@ -11,7 +11,6 @@ import collections
 import math
 import random
 from collections.abc import Sequence
-from typing import TypeVar
 
 from fgoffload.planner.ranks.layer_model import LayerModel
 from fgoffload.planner.solving.rank_search import RankCost, RankSearch
@@ -22,15 +21,13 @@ _STEPS = 100  # steps of one walk
 _DRAWN = 8  # number of changes drawn for each one simulated
 _BLIND = 0.3  # probability of a random change instead of the most promising one, because estimates ignore queued copies
 _TWICE = 0.3  # probability that a step combines two changes
-_NEAR = 0.3  # probability that a new treatment differs in only one tag
+_NEAR = 0.6  # probability that a new treatment differs in only one tag
 _STARTS = 6  # number of best states from which walks start; walks from the single best state mostly return to it
 _TEMPERATURE = 0.003  # temperature at the start of a walk, as a fraction of the step time; it falls to 0
 _IDLE_WALKS = 3  # the search ends after this many consecutive walks that find hardly any new states
 
 _LEAST_PRICE, _MOST_PRICE = 3.0, 120.0
 """Range of the price of a byte above the budget, relative to the cost per byte freed by recomputing whole layers."""
-
-_Item = TypeVar("_Item")
 
 
 class LocalSearch:
@@ -113,12 +110,12 @@ class LocalSearch:
         return longer_s, more_bytes
 
     def _change(self, state: State) -> State:
-        place, kind = self._pick(range(len(state))), self._random.random()
+        place, kind = self._random.choice(range(len(state))), self._random.random()
         alike = self._alike[self._slots[place].layer]
         if kind < 0.65:
             same = [other for other in alike if state[other].actions == state[place].actions]
             return self._treat(state, same if self._random.random() < 0.3 else [place])
-        layers, other = list(state), self._pick(alike)
+        layers, other = list(state), self._random.choice(alike)
         if kind < 0.8:  # copy this layer's treatment to a range of layers
             for between in alike:
                 if min(place, other) <= between <= max(place, other):
@@ -129,11 +126,10 @@ class LocalSearch:
 
     def _treat(self, state: State, places: Sequence[int]) -> State:
         layer = self._slots[places[0]].layer
-        chosen = self._pick(self._search.treatments[layer])
+        chosen = self._random.choice(self._search.treatments[layer])
         if self._random.random() < _NEAR:
             numel = self._search.rank.min_offloaded_numel
-            chosen = self._pick(list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=numel) or [chosen])
+            chosen = self._random.choice(
+                list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=numel) or [chosen]
+            )
         return tuple(chosen if place in places else one for place, one in enumerate(state))
-
-    def _pick(self, items: Sequence[_Item]) -> _Item:
-        return items[int(self._random.random() * len(items))]

@@ -256,12 +256,12 @@ def test_all_processes_replan_if_one_exceeds_the_budget(run_counted, monkeypatch
     def gather(own):
         gathered.append(own)
         is_peak = isinstance(own, tuple)
-        other = (own[0], own[1] + 100_000) if is_peak and len(gathered) == 2 else own
+        other = (own[0], own[1] + 200_000) if is_peak and len(gathered) == 2 else own
         return [own, other]
 
     monkeypatch.setattr(auto, "gather", gather)
     found, budget_bytes, lines = run_counted([0], steps=4)
-    assert found.planned[2].peak_bytes <= budget_bytes - 100_000 < found.planned[1].peak_bytes
+    assert found.planned[2].peak_bytes <= budget_bytes - 200_000 < found.planned[1].peak_bytes
     assert len(lines) == 1
 
 
