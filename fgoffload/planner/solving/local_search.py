@@ -110,7 +110,7 @@ class LocalSearch:
         return longer_s, more_bytes
 
     def _change(self, state: State) -> State:
-        place, kind = self._random.choice(range(len(state))), self._random.random()
+        place, kind = self._random.randrange(len(state)), self._random.random()
         alike = self._alike[self._slots[place].layer]
         if kind < 0.65:
             same = [other for other in alike if state[other].actions == state[place].actions]
@@ -129,7 +129,6 @@ class LocalSearch:
         chosen = self._random.choice(self._search.treatments[layer])
         if self._random.random() < _NEAR:
             numel = self._search.rank.min_offloaded_numel
-            chosen = self._random.choice(
-                list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=numel) or [chosen]
-            )
+            near = list_neighbours(layer, state[places[0]].actions, min_offloaded_numel=numel)
+            chosen = self._random.choice(near or [chosen])
         return tuple(chosen if place in places else one for place, one in enumerate(state))
