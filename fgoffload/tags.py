@@ -176,12 +176,7 @@ _DEFAULT_TAGS = (
         excluded_by=("moe",),
         is_in_megatron=True,
     ),
-    Tag(
-        name="moe_act",
-        saves="the output of the experts' first linear",
-        excluded_by=("moe",),
-        is_in_megatron=True,
-    ),
+    Tag(name="moe_act", saves="the output of the experts' first linear", excluded_by=("moe",), is_in_megatron=True),
     Tag(
         name="expert_fc2",
         saves="the activation's output, the input to the experts' second linear",

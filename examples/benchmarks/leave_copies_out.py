@@ -83,11 +83,7 @@ def omitting(integration: MegatronOffload) -> Iterator[Omission]:
 def measure(runner: Runner, setting: Setting, *, warmup: int, rounds: int) -> dict[Kind, list[float]]:
     """Return the seconds of each step of a setting in the order of the rounds, keyed by the kind of step."""
     found: dict[Kind, list[float]] = {kind: [] for kind in Kind}
-    with (
-        runner.train(setting) as trainer,
-        disable_collector(),
-        omitting(trainer.integration) as omission,
-    ):
+    with runner.train(setting) as trainer, disable_collector(), omitting(trainer.integration) as omission:
         for number in range(warmup + rounds):
             for kind in reversed(Kind) if number % 2 else Kind:
                 omission.kind = kind

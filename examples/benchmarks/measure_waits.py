@@ -175,12 +175,7 @@ def measure(runner: Runner, job: Job, tags: Sequence[str], remedies: Remedies, *
         if repeat == 0 and job.writes_traces:
             idle = trace_step(trainer, job.folder / f"trace_{remedies.name.lower()}.json.gz")
     return Run(
-        remedies=remedies,
-        repeat=repeat,
-        step_seconds=seconds,
-        peak_allocated_bytes=peak_bytes,
-        d2h_bytes=d2h_bytes,
-        idle=idle,
+        remedies=remedies, repeat=repeat, step_seconds=seconds, peak_allocated_bytes=peak_bytes, d2h_bytes=d2h_bytes, idle=idle
     )
 
 

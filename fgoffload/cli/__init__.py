@@ -7,7 +7,6 @@ invalid flag, file or model, 130 for Ctrl-C, 141 for a closed output pipe. `fgof
 """
 
 import argparse
-import contextlib
 import errno
 import logging
 import os
@@ -21,7 +20,6 @@ import fgoffload
 from fgoffload.cli import bench, completion, doctor, plan, profile, run, train
 from fgoffload.cli.command import Command
 from fgoffload.cli.errors import show_error, show_line
-from fgoffload.cli.interrupt import end_soon_after_interrupt
 from fgoffload.cli.options import suggest
 from fgoffload.cli.streams import LibraryLog, drop_unread_output, flush_at_end
 from fgoffload.errors import ConfigError, OffloadError
@@ -73,12 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: Sequence[str], log: LibraryLog) -> int:
     command, options, rest = _parse(words)
-    with contextlib.ExitStack() as around:
-        if command is not run:  # a script handles Ctrl-C itself
-            around.enter_context(end_soon_after_interrupt(EXIT_INTERRUPTED))
-        if os.environ.get("RANK", "0") != "0":
-            log.setLevel(logging.CRITICAL)  # rank 0 shows warnings for all ranks; each rank shows its own errors
-        around.enter_context(log.attached())
+    if os.environ.get("RANK", "0") != "0":
+        log.setLevel(logging.CRITICAL)  # rank 0 shows warnings for all ranks; each rank shows its own errors
+    with log.attached():
         return command.run(options, rest)
 
 

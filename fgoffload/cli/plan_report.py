@@ -35,12 +35,7 @@ from fgoffload.planner.entry import PlanReport, plan_ranks
 from fgoffload.planner.ranks.rank_model import RankModel
 from fgoffload.planner.simulation.simulation_result import Detail
 from fgoffload.planner.simulation.simulator import simulate
-from fgoffload.planner.solving.solver import (
-    DEFAULT_LAYER_PASSES,
-    THOROUGH_LAYER_PASSES,
-    find_least_budget,
-    sweep,
-)
+from fgoffload.planner.solving.solver import DEFAULT_LAYER_PASSES, THOROUGH_LAYER_PASSES, find_least_budget, sweep
 from fgoffload.planner.training_facts import list_facts
 from fgoffload.units import GIB, format_bytes
 

@@ -32,14 +32,7 @@ class Handle:
     __slots__ = ("_attributes", "_engine", "_group", "_lane", "_origin", "_saved", "_view", "place")
 
     def __init__(
-        self,
-        engine: Any,
-        saved: SavedStorage,
-        view: View,
-        tensor: torch.Tensor,
-        *,
-        lane: "Lane",
-        group: "Group | None",
+        self, engine: Any, saved: SavedStorage, view: View, tensor: torch.Tensor, *, lane: "Lane", group: "Group | None"
     ) -> None:
         # See [Note: Unpacked tensors].
         self._origin = None if tensor.requires_grad else weakref.ref(tensor)

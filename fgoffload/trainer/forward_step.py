@@ -64,11 +64,7 @@ class ForwardStep:
         lengths = torch.tensor(bounds, dtype=torch.int32, device=self._device)
         longest = max(after - before for before, after in itertools.pairwise(bounds))
         return load_module("megatron.core.packed_seq_params").PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=lengths,
-            cu_seqlens_kv=lengths,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=longest, max_seqlen_kv=longest
         )
 
 

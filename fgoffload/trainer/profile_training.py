@@ -39,11 +39,7 @@ def profile_link() -> Profile:
 
 
 def profile_training(
-    arguments: TrainingArguments,
-    text: TokenSource,
-    *,
-    has_optimizer: bool = True,
-    on_step: Callable[[], None] = lambda: None,
+    arguments: TrainingArguments, text: TokenSource, *, has_optimizer: bool = True, on_step: Callable[[], None] = lambda: None
 ) -> Profile:
     """Profile a training run. All processes of the run must call this, and each gets the same profile.
 

@@ -44,11 +44,7 @@ COMMON_FLAGS = {
     "--transformer-impl": ("transformer_engine",),
     "--no-gradient-accumulation-fusion": (),
 }
-MOE_FLAGS = {
-    "--moe-grouped-gemm": (),
-    "--moe-token-dispatcher-type": ("alltoall",),
-    "--moe-router-force-load-balancing": (),
-}
+MOE_FLAGS = {"--moe-grouped-gemm": (), "--moe-token-dispatcher-type": ("alltoall",), "--moe-router-force-load-balancing": ()}
 RANK_FLAGS = (
     *("--tensor-model-parallel-size", "--sequence-parallel", "--pipeline-model-parallel-size"),
     *("--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"),
@@ -219,8 +215,5 @@ def _list_rank_flags(model: ModelShape, layout: Layout) -> dict[str, tuple[str, 
     if layout.tensor > 1:
         flags |= {"--tensor-model-parallel-size": (str(layout.tensor),), "--sequence-parallel": ()}
     if model.experts is not None:
-        flags |= MOE_FLAGS | {
-            "--expert-model-parallel-size": (str(layout.expert),),
-            "--expert-tensor-parallel-size": ("1",),
-        }
+        flags |= MOE_FLAGS | {"--expert-model-parallel-size": (str(layout.expert),), "--expert-tensor-parallel-size": ("1",)}
     return flags

@@ -52,12 +52,7 @@ def test_merged_ranks_have_all_results_and_the_worst_memory_and_time():
     )
     (step,) = merged.steps
     assert step.losses == (1.0, 2.0, 4.0)
-    assert step.gradient_digests == {
-        "a of rank 0": "1",
-        "a of rank 1": "2",
-        "b of rank 1": "3",
-        "a of rank 2": "4",
-    }
+    assert step.gradient_digests == {"a of rank 0": "1", "a of rank 1": "2", "b of rank 1": "3", "a of rank 2": "4"}
     assert step.seconds == 3.0
     assert (merged.activation_peak_bytes, merged.samples) == (30, (LedgerSample(0, 30, "layers.1.core_attn mb=0"),))
     assert merged.activation_peak_place == "layers.1.core_attn mb=0 of rank 1"

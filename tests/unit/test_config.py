@@ -30,10 +30,7 @@ REFUSALS = [
         {"min_offloaded_tensor_size": -1},
         "--min-offloaded-tensor-size -1 is below 0. Use 0 or more; 0 offloads storages of any size.",
     ),
-    (
-        {"activation_offload_fraction": 1.5},
-        "--activation-offload-fraction 1.5 is not between 0 and 1. Use, for example, 0.8.",
-    ),
+    ({"activation_offload_fraction": 1.5}, "--activation-offload-fraction 1.5 is not between 0 and 1. Use, for example, 0.8."),
     ({"activation_offload_fraction": float("nan")}, "--activation-offload-fraction nan is not between 0 and 1. Use, for"),
     (
         {"activation_offload_fraction": True},

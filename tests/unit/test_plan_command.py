@@ -160,10 +160,7 @@ def test_timeline_and_plot_are_written(capsys, config, tmp_path):
             f"--gpu 'h1000' is not known. Did you mean 'h100'? Use one of: {', '.join(HARDWARE)}; or describe your own device "
             "with --hardware FILE.\n",
         ),
-        (
-            ("tiny_moe", "--gpu", "h100"),
-            "error: the model has fp32 activations, but the planner supports only bf16 and fp16. ",
-        ),
+        (("tiny_moe", "--gpu", "h100"), "error: the model has fp32 activations, but the planner supports only bf16 and fp16. "),
         ((LLAMA, "--gpu", "h100", "--json", "x.svg", "--plot", "./x.svg"), "--plot './x.svg' is the --json file, and"),
         ((MIXTRAL, "--gpu", "h100", "--moe-router-topk", "99"), "--moe-router-topk 99 is above --num-experts 8. Use 8 or"),
         ((LLAMA, "--gpu", "h100", "--pp", "3"), "--num-layers 32 of llama3_8b"),

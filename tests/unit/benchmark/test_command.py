@@ -28,10 +28,7 @@ REJECTED = [
     ),
     ((ARGUMENTS, "--settings", "plan:none.json"), "none.json: No such file or directory."),
     ((ARGUMENTS, "--budgets", "18.9PB"), "--budgets '18.9PB' is not a size."),
-    (
-        (ARGUMENTS, "--profile", "none.json", "--check-bits"),
-        "so it cannot be combined with --profile",
-    ),
+    ((ARGUMENTS, "--profile", "none.json", "--check-bits"), "so it cannot be combined with --profile"),
     ((ARGUMENTS, "--check-bits", "--trace"), "--check-bits does not time steps, so it cannot be combined with --trace"),
 ]
 REJECTED_AFTER_TORCH = [

@@ -5,15 +5,7 @@ import statistics
 
 import pytest
 
-from fgoffload.benchmark.measurement import (
-    Measurement,
-    Outcome,
-    Run,
-    find_ratio,
-    find_ratio_interval,
-    merge_ranks,
-    summarize,
-)
+from fgoffload.benchmark.measurement import Measurement, Outcome, Run, find_ratio, find_ratio_interval, merge_ranks, summarize
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 
 FULL = parse_setting("recompute:full")

@@ -6,12 +6,7 @@ import io
 from fgoffload.benchmark.job import Workload
 from fgoffload.benchmark.measurement import Measurement, Outcome, Run, summarize
 from fgoffload.benchmark.prediction import Prediction, Source
-from fgoffload.benchmark.report import (
-    HEADINGS,
-    compare_bits,
-    format_csv,
-    list_rows,
-)
+from fgoffload.benchmark.report import HEADINGS, compare_bits, format_csv, list_rows
 from fgoffload.benchmark.settings import BASELINE, ProcessKind, parse_setting
 from fgoffload.trainer.steps import StepResult
 
@@ -20,12 +15,7 @@ FULL = parse_setting("recompute:full")
 OURS = parse_setting("ours:core_attn")
 MEGATRON = parse_setting("megatron:core_attn")
 
-WORKLOAD = Workload(
-    arguments_file="x.sh",
-    layers=6,
-    tokens=1000,
-    world_size=2,
-)
+WORKLOAD = Workload(arguments_file="x.sh", layers=6, tokens=1000, world_size=2)
 
 
 def outcome(setting, *seconds, repeat=0, session=0, failure="", bits=(), **numbers):
@@ -42,14 +32,7 @@ def outcome(setting, *seconds, repeat=0, session=0, failure="", bits=(), **numbe
 
 OUTCOMES = [
     outcome(BASELINE, 0.4, 0.5, 0.6, peak_allocated_bytes=20 * GIB, peak_reserved_bytes=21 * GIB),
-    outcome(
-        OURS,
-        0.55,
-        peak_allocated_bytes=18 * GIB,
-        host_bytes=3 * GIB,
-        d2h_bytes=2 * GIB,
-        prefetch_misses=4,
-    ),
+    outcome(OURS, 0.55, peak_allocated_bytes=18 * GIB, host_bytes=3 * GIB, d2h_bytes=2 * GIB, prefetch_misses=4),
     outcome(FULL, failure="rejected [bold]"),
     outcome(BASELINE, 0.5, session=1, peak_allocated_bytes=20 * GIB),
     outcome(MEGATRON, 0.75, session=1, peak_allocated_bytes=19 * GIB),
@@ -67,10 +50,7 @@ PREDICTIONS = {
 def test_table_cells_show_measurements_with_units():
     baseline, ours, second_baseline, megatron = list_rows(summarize(OUTCOMES), WORKLOAD, PREDICTIONS)
     # p20 of 400, 500 and 600 is 400 + 0.4 x 100.
-    assert baseline == (
-        *("baseline", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"),
-        *("21.00 GiB", "-", "-", "2000"),
-    )
+    assert baseline == (*("baseline", "500.0 (440.0 560.0)", "1.000", "-", "20.00 GiB", "-"), *("21.00 GiB", "-", "-", "2000"))
     assert ours == (
         *("ours:core_attn", "550.0 (550.0 550.0)", "1.100", "1.125", "18.00 GiB", "16.00 GiB"),
         *("-", "3.00 GiB", "2.00 GiB", "1818"),

@@ -58,7 +58,7 @@ def test_files_are_updated_after_every_run_and_session_numbers_are_unique(tmp_pa
     ]
     assert [outcome.session for outcome in results.outcomes] == [0, 1, 2, 3]
     assert [run["process"] for run in json.loads((tmp_path / "run.json").read_text())["runs"]] == [
-        *("main", "main", "megatron", "megatron"),
+        *("main", "main", "megatron", "megatron")
     ]
     assert {type(message) for message in messages} == {Surroundings, Stepped}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "run.json"]

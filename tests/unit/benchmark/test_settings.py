@@ -3,12 +3,7 @@
 import pytest
 
 from fgoffload import ConfigError
-from fgoffload.benchmark.settings import (
-    BASELINE,
-    choose_settings,
-    list_default_settings,
-    parse_setting,
-)
+from fgoffload.benchmark.settings import BASELINE, choose_settings, list_default_settings, parse_setting
 
 OFF = "--no-fine-grained-activation-offloading"
 ON = "--fine-grained-activation-offloading"

@@ -85,16 +85,8 @@ LIMITS = {
         7,
     ),
     "version 1 without a limit": (["4:memory:/"], [("v1", "", {"used": 90})], 100),
-    "both versions": (
-        ["4:memory:/job", "0::/job"],
-        [("v1", "/job", {"limit": 30}), ("v2", "/unified/job", {"limit": 20})],
-        20,
-    ),
-    "below the mount point": (
-        ["0::/docker/rank"],
-        [("v2", "", {"limit": 60}), ("v2", "/rank", {"limit": 6})],
-        6,
-    ),
+    "both versions": (["4:memory:/job", "0::/job"], [("v1", "/job", {"limit": 30}), ("v2", "/unified/job", {"limit": 20})], 20),
+    "below the mount point": (["0::/docker/rank"], [("v2", "", {"limit": 60}), ("v2", "/rank", {"limit": 6})], 6),
     "invalid": (["0::/job"], [("v2", "/job", {"limit": "?", "high": "", "used": "?"})], 100),
     "above the available memory": (["0::/job"], [("v2", "/job", {"limit": 400})], 100),
 }
@@ -111,9 +103,7 @@ def test_the_tightest_cgroup_limit_applies(host, case):
 
 
 @pytest.mark.parametrize(
-    "group",
-    ["/docker/abc", "/", "/../other"],
-    ids=["no namespace, or hidden", "with a namespace", "outside its namespace"],
+    "group", ["/docker/abc", "/", "/../other"], ids=["no namespace, or hidden", "with a namespace", "outside its namespace"]
 )
 @pytest.mark.parametrize("version", ["v1", "v2"])
 def test_a_container_reads_its_cgroup_limit_at_the_mount_point(host, group, version):

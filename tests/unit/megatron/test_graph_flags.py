@@ -84,14 +84,7 @@ def test_the_installed_config_accepts_the_graph_flags():
 
 @pytest.mark.parametrize(
     ("flags", "is_used"),
-    [
-        ("", False),
-        ("--te-rng-tracker", True),
-        (TE, True),
-        (FULL, False),
-        (f"{FULL} {TE_LAYERS}", True),
-        (TE_LAYERS, False),
-    ],
+    [("", False), ("--te-rng-tracker", True), (TE, True), (FULL, False), (f"{FULL} {TE_LAYERS}", True), (TE_LAYERS, False)],
 )
 def test_te_rng_tracker_is_used_for_graphs_with_transformer_engine(flags, is_used):
     assert parse(flags).uses_te_rng_tracker is is_used

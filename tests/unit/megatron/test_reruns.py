@@ -187,11 +187,7 @@ def test_an_output_changed_in_place_before_use_is_kept(change, copied):
     sizes = []
     expected = run(normalize, (6, 16), mode=BASELINE, change=change)
     found = run(
-        normalize,
-        (6, 16),
-        mode=DETACHED,
-        change=change,
-        inspect=lambda output: sizes.append(output.untyped_storage().nbytes()),
+        normalize, (6, 16), mode=DETACHED, change=change, inspect=lambda output: sizes.append(output.untyped_storage().nbytes())
     )
     assert_same_bits(found, expected)
     assert (sizes, copied) == ([OUTPUT_BYTES], [])

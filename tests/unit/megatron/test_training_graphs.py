@@ -21,8 +21,7 @@ TE = f"{DENSE} --cuda-graph-impl transformer_engine --cuda-graph-warmup-steps 2"
 FULL = f"{DENSE} --cuda-graph-impl full_iteration --cuda-graph-warmup-steps 9"
 
 _NEEDS_0_17 = pytest.mark.skipif(
-    not is_installed("0.17"),
-    reason="megatron-core 0.16 needs GPU random states to build layers for a full-iteration graph",
+    not is_installed("0.17"), reason="megatron-core 0.16 needs GPU random states to build layers for a full-iteration graph"
 )
 
 

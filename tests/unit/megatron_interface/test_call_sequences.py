@@ -45,9 +45,7 @@ def get_expected(*, steps: int = 1, **options) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("imports_first", [True, False], ids=["imported-before", "imported-after"])
 @pytest.mark.parametrize(
-    "tags",
-    [*((tag,) for tag in ALL_TAGS if tag != "attn_proj"), ("core_attn", "attn_proj"), ALL_TAGS],
-    ids=" ".join,
+    "tags", [*((tag,) for tag in ALL_TAGS if tag != "attn_proj"), ("core_attn", "attn_proj"), ALL_TAGS], ids=" ".join
 )
 def test_gradients_are_bitwise_identical_and_exact_bytes_are_offloaded(tags, imports_first):
     with with_offload(*tags, imports_first=imports_first) as training:

@@ -6,13 +6,7 @@ import sys
 
 import pytest
 import torch
-from support.megatron_stub import (
-    CLASS,
-    MODULE,
-    installed,
-    make_development_interface,
-    make_released_interface,
-)
+from support.megatron_stub import CLASS, MODULE, installed, make_development_interface, make_released_interface
 from support.megatron_stub.training import make_config
 
 from fgoffload import IntegrationError

@@ -34,10 +34,7 @@ INVALID = {
         "device 1.5 is not a valid device",
     ),
     "a list for a tensor": (lambda: fgoffload.offload_tensor([1]), "got a list. Pass a tensor"),
-    "a list for a handle's tensor": (
-        lambda: fgoffload.saved_tensors().offload_tensor([1]),
-        "got a list. Pass a tensor",
-    ),
+    "a list for a handle's tensor": (lambda: fgoffload.saved_tensors().offload_tensor([1]), "got a list. Pass a tensor"),
     "a sparse tensor": (lambda: fgoffload.offload_tensor(torch.eye(3).to_sparse()), "got a torch.sparse_coo tensor"),
     "modules without a model": (
         lambda: fgoffload.estimate_savings(lambda: None, modules=("layers",)),

@@ -12,13 +12,7 @@ from fgoffload.integrations.megatron.patching.patches import Patches
 DENSE_TAGS = LinearTags("mlp_fc1", "mlp_act", "mlp_fc2")
 EXPERT_TAGS = LinearTags("expert_fc1", "moe_act", "expert_fc2")
 GROUPED_TAGS = LinearTags(fc2="expert_fc2")
-OVERLAPPED_METHODS = (
-    "pre_forward_comm",
-    "linear_fc1_forward_and_act",
-    "linear_fc2_forward",
-    "post_forward_comm",
-    "get_output",
-)
+OVERLAPPED_METHODS = ("pre_forward_comm", "linear_fc1_forward_and_act", "linear_fc2_forward", "post_forward_comm", "get_output")
 COMBINE_METHODS = ("combine_preprocess", "token_combine", "combine_postprocess")
 _SAVE_ORIGINAL_INPUT = "save_original_input"
 """Attribute of Transformer Engine's linears. If it is off, they save the GEMM operands: a view or FP8 copy for each expert."""

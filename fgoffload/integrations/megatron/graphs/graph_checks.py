@@ -20,8 +20,7 @@ def check_graphs(offload: OffloadConfig, selected: Sequence[str], values: Mappin
     impl, modules = read_graphs(values)
     if offload.delay_offload_until_cuda_graph and impl != TRANSFORMER_ENGINE:
         logger.warning(
-            "--delay-offload-until-cuda-graph has no effect with --cuda-graph-impl %s. It needs transformer_engine.",
-            impl,
+            "--delay-offload-until-cuda-graph has no effect with --cuda-graph-impl %s. It needs transformer_engine.", impl
         )
     if impl == NO_GRAPHS:
         return

@@ -9,11 +9,7 @@ import pytest
 from support.public_models import LLAMA_8B
 
 from fgoffload import ConfigError
-from fgoffload.planner.memory.static_memory import (
-    ParameterState,
-    count_output_bytes,
-    list_static_memory,
-)
+from fgoffload.planner.memory.static_memory import ParameterState, count_output_bytes, list_static_memory
 from fgoffload.planner.model.layer_shape import ExpertsShape
 from fgoffload.planner.model.parallelism import Parallelism
 
@@ -63,10 +59,7 @@ def test_expert_optimizer_state_shards_over_fewer_ranks():
     assert found.optimizer_bytes == 12 * (dense // 8 + experts // 4 // 2)
 
 
-@pytest.mark.parametrize(
-    ("recipe", "scale_bytes"),
-    [(None, None), ("delayed", 0), ("blockwise", 4 / 16384)],
-)
+@pytest.mark.parametrize(("recipe", "scale_bytes"), [(None, None), ("delayed", 0), ("blockwise", 4 / 16384)])
 def test_linear_weights_have_two_fp8_copies(recipe, scale_bytes):
     linear = 32 * (4096 * 48 * 128 + 4096 * 4096 + 3 * 4096 * 14336)
     found = list_static_memory(dataclasses.replace(LLAMA_8B, fp8_recipe=recipe), Parallelism(), 0)

@@ -52,10 +52,7 @@ def with_biases(**fields):
         (MOE, ((12, 72, "int64"),)),
         (with_experts(has_fused_permutation=True, expert_parallel_size=4, imbalance=1.5), ((540, "int32"),)),
         (with_biases(router=RouterShape(dtype_bytes=4)), ((12, 72, "int64"), (360, 1, "fp32"))),
-        (
-            dataclasses.replace(DENSE, has_mtp_projection=True),
-            (*3 * ((24, 3, 40, "bf16"), (72, "fp32")), (24, 3, 80, "bf16")),
-        ),
+        (dataclasses.replace(DENSE, has_mtp_projection=True), (*3 * ((24, 3, 40, "bf16"), (72, "fp32")), (24, 3, 80, "bf16"))),
     ],
     ids=range(7),
 )

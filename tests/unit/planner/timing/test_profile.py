@@ -10,11 +10,7 @@ from fgoffload.planner.ranks.layer_model import HostWait, LayerModel, SavedTenso
 from fgoffload.planner.ranks.rank_model import ChunkModel, NumberedLayer
 from fgoffload.planner.ranks.schedule import Pipeline
 from fgoffload.planner.timing.link_profile import CopyRate, LinkProfile
-from fgoffload.planner.timing.profile import (
-    Profile,
-    RankProfile,
-    make_rank_model,
-)
+from fgoffload.planner.timing.profile import Profile, RankProfile, make_rank_model
 
 LINK = LinkProfile(
     copies=(
