@@ -191,8 +191,9 @@ def _run_trainers(request: RunRequest, own: "OwnFlags", *, is_first: bool) -> in
             f"waiting for {request.script} to create a transformers Trainer. For Megatron-Core, add {next(iter(OWN_FLAGS))}."
         )
     with offload_trainers(own.trainer_budget) as made:
-        exit_code = run_script(request.script, own.script_words)
-    if is_first and not made and (own.trainer_budget or (makes_trainers and exit_code == 0)):
+        errors = (BudgetError, ConfigError) if own.trainer_budget else (BudgetError,)
+        exit_code = run_script(request.script, own.script_words, own_errors=errors)
+    if is_first and not made and exit_code == 0 and (own.trainer_budget or makes_trainers):
         flag = " --offload-memory-budget had no effect." if own.trainer_budget else ""
         show_line(f"warning: {request.script} created no Trainer, so nothing was offloaded.{flag}")
     return exit_code

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from types import TracebackType
 
 from fgoffload.cli.options import explain_unusable_file
-from fgoffload.errors import BudgetError
+from fgoffload.errors import BudgetError, OffloadError
 
 EXIT_FAILED = 1  # Python's exit code for an uncaught exception
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as in shells
@@ -61,10 +61,10 @@ def script_folder_first(script: str) -> Iterator[None]:
         sys.path[:] = before
 
 
-def run_script(script: str, words: Sequence[str]) -> int:
+def run_script(script: str, words: Sequence[str], *, own_errors: tuple[type[OffloadError], ...] = (BudgetError,)) -> int:
     """Run `script` as `__main__`, and return the exit code that Python would return.
 
-    Tracebacks start in the script.
+    Tracebacks start in the script. `own_errors`, which a flag of `fgoffload run` may cause, are raised, for `main` to show.
     """
     before = list(sys.argv)
     sys.argv[:] = [script, *words]
@@ -72,8 +72,8 @@ def run_script(script: str, words: Sequence[str]) -> int:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         return _read_exit_code(ended)
-    except BudgetError:
-        raise  # the budget may come from a flag of `fgoffload run`, so `main` shows this error on one line
+    except own_errors:
+        raise
     except BaseException as error:  # noqa: BLE001 - show every exception, as Python does
         error.__traceback__ = _find_own_part(error.__traceback__, script)
         sys.excepthook(type(error), error, error.__traceback__)

@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.checkpoint import checkpoint
 
 from fgoffload.engine import Lane, TagStats, is_inert
@@ -37,7 +38,7 @@ from fgoffload.integrations.budget.plans import (
     merge_blocks,
     merge_readings,
 )
-from fgoffload.integrations.budget.trial import REST, MeasuredBlock, State, Trial
+from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock, State, Trial
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
 from fgoffload.integrations.pytorch.devices import DeviceChoice
@@ -58,6 +59,8 @@ _LAST_TIMED = 12
 """Step of a plan, counted from 0, after which peak and time are compared with the prediction."""
 _TIMED_STEPS = 3
 """Number of timed steps, of which `_LAST_TIMED` is the last. Their median is used, because the CPU may delay some of them."""
+_MAX_TRIALS = 3
+"""Number of measured steps without a plan, after which a warning is logged."""
 _MAX_CORRECTIONS = 3
 """Maximum number of times that a faster plan replaces a plan within the budget."""
 _MIN_SPEEDUP = 0.005
@@ -65,6 +68,7 @@ _MIN_SPEEDUP = 0.005
 _MIN_INPUT_FRACTION = 0.9
 """A step is compared with the prediction only if its input has at least this fraction of the planned input's elements."""
 _RECOMPUTES = (Action.RECOMPUTE, Action.RECOMPUTE_AND_OFFLOAD)
+_SELECT = "Select modules instead of a memory budget."
 
 
 class BudgetOffload(ModelOffload):
@@ -189,6 +193,13 @@ class BudgetOffload(ModelOffload):
             self._compare(self._meter, has_gradients=_has_gradients(model))
         self._numel = sum(tensor.numel() for tensor in list_tensors(inputs))
         needs_trial = self.planned is None or self._numel > self._tried_numel
+        if self._step == _MAX_TRIALS + 1 and self.planned is None:
+            logger.warning(
+                "%s has no plan after %d steps, since no backward reached a tensor that its forward returned. It offloads all "
+                "layers, and measures them again in each step. Return tensors, or dataclasses, dicts, lists or tuples of them.",
+                self.name,
+                _MAX_TRIALS,
+            )
         if self._step == 1 or (needs_trial and is_alone()):
             self._measures = True
         elif self._is_compared(self._step) and not is_alone():
@@ -223,16 +234,16 @@ class BudgetOffload(ModelOffload):
         meter, loss = self._meter, self._loss
         with contextlib.nullcontext() if meter is None or loss is None else meter.watch():
             output = forward(*args, **kwargs)
-        self._end_forward()
-        tensor = find_tensor(output)
-        if loss is not None and tensor is not None:
-            loss.record_end()
-            tensor.register_hook(lambda _: queue_after_backward(self._end_step))  # type: ignore[no-untyped-call]
+        self._end_forward(loss, output)
         return output
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _end_forward(self) -> None:
+    def _end_forward(self, loss: LossMeter | None, output: Any) -> None:
         """Cancel the last offloads, which backward would reload at once. If the plan says so, wait for earlier copies first."""
+        tensors = [one for one in list_tensors(output) if one.requires_grad]
+        if loss is not None and tensors:
+            loss.record_end()
+            register_multi_grad_hook(tensors, lambda _: queue_after_backward(self._end_step), mode="any")
         forward = find_running(self)
         if forward is not None and self.planned is not None:
             forward.expect_backward(window_bytes=self.planned.plan.loss_window_bytes)
@@ -294,12 +305,14 @@ class BudgetOffload(ModelOffload):
 
     def _plan(self, reading: StepReading) -> None:
         numel = max(gather(self._numel))
-        blocks = [self._blocks[number] for number in sorted(self._blocks)]
+        idle = MeasuredBlock("did not run", Measured(refusal="it did not run in the measured step"), {}, [])
+        blocks = [self._blocks.get(number, idle) for number in range(self._last_layer + 1)]
         if not any(block.is_measured for block in blocks):
-            why = next((block.whole.refusal for block in blocks), "the layers did not run, or ran inside their own checkpoint")
+            measured = (block.whole.refusal for block in self._blocks.values())
+            why = next(measured, None) or "the layers did not run, or ran inside their own checkpoint"
+            fix = "Disable the key-value cache: model.config.use_cache = False." if "Cache" in why else _SELECT
             raise ConfigError(
-                f"memory: no layer of {self.name} could be measured: {why}. A layer must do the same in every run. "
-                "For example, disable the key-value cache: model.config.use_cache = False."
+                f"memory: no layer of {self.name} could be measured: {why}. A layer must do the same in every run. {fix}"
             )
         engine = self.get_engine()
         link = measure_link(engine.device, sizes=QUICK_SIZES).to_model()
@@ -370,12 +383,21 @@ def _has_gradients(model: torch.nn.Module) -> bool:
 
 
 def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` in a checkpoint that saves all arguments that require gradients, including keyword arguments."""
-    names = [name for name, value in kwargs.items() if isinstance(value, torch.Tensor) and value.requires_grad]
-    moved = [kwargs.pop(name) for name in names]
-    count = len(args)
+    """Run `forward` in a checkpoint that saves all arguments that require gradients, including keyword arguments.
+
+    A tensor that is passed twice, such as query and key of `MultiheadAttention`, is one tensor in the recompute too.
+    """
+    values, count, names = [*args, *kwargs.values()], len(args), list(kwargs)
+    saved: dict[int, torch.Tensor] = {}
+    for n, one in enumerate(values):
+        if isinstance(one, torch.Tensor) and (n < count or one.requires_grad):
+            saved[id(one)] = one
+    index = {key: n for n, key in enumerate(saved)}
+    places = [index.get(id(one)) for one in values]
+    values = [one if place is None else None for one, place in zip(values, places, strict=True)]
 
     def run(*tensors: Any) -> Any:
-        return forward(*tensors[:count], **dict(zip(names, tensors[count:], strict=True)), **kwargs)
+        found = [one if place is None else tensors[place] for one, place in zip(values, places, strict=True)]
+        return forward(*found[:count], **dict(zip(names, found[count:], strict=True)))
 
-    return checkpoint(run, *args, *moved, use_reentrant=False)
+    return checkpoint(run, *saved.values(), use_reentrant=False)

@@ -1,6 +1,8 @@
 """Plans which parts of measured layers to recompute or offload, and corrects plans with measurements of later steps."""
 
+import collections
 import dataclasses
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -162,21 +164,29 @@ def make_first_plan(blocks: Sequence[MeasuredBlock], min_offloaded_bytes: int) -
 def merge_blocks(ranks: Sequence[Sequence[MeasuredBlock]]) -> list[MeasuredBlock]:
     """Merge the layers of all processes. Each time and size is the maximum over the processes.
 
-    A part that one process cannot recompute is never recomputed. Raises `ConfigError` if the processes have different layers.
+    A part that one process cannot recompute is never recomputed, and a layer that one process could not measure counts as not
+    measured. Raises `ConfigError` if the processes have different layers.
     """
-    if len({tuple((one.name, tuple(one.parts), len(one.storages)) for one in blocks) for blocks in ranks}) > 1:
+    layers = list(itertools.zip_longest(*ranks))
+    if any(None in same or len({(one.name, *one.parts) for one in same if one.is_measured}) > 1 for same in layers):
         raise ConfigError("memory: the processes measured different layers. Use the same model in all processes.")
-    return [_merge(same, max) for same in zip(*ranks, strict=True)]
+    return [next((one for one in same if not one.is_measured), None) or _merge(same, max) for same in layers]
 
 
 def _merge(same: Sequence[MeasuredBlock], choose: Callable[[list[float]], float]) -> MeasuredBlock:
     first = same[0]
-    sizes = zip(*(one.storages for one in same), strict=True)
+    sizes: dict[tuple[tuple[str, ...], int], int] = {}
+    for one in same:  # with experts, the number of storages may differ between processes
+        counts: collections.Counter[tuple[str, ...]] = collections.Counter()
+        for size, tags in one.storages:
+            counts[tags] += 1
+            key = (tags, counts[tags])
+            sizes[key] = max(size, sizes.get(key, 0))
     return MeasuredBlock(
         first.name,
         _merge_parts([one.whole for one in same], choose),
         {tag: _merge_parts([one.parts[tag] for one in same], choose) for tag in first.parts},
-        [(max(size for size, _ in alike), alike[0][1]) for alike in sizes],
+        [(size, tags) for (tags, _), size in sizes.items()],
         max(one.gradient_bytes for one in same),
     )
 

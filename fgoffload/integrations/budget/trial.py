@@ -1,13 +1,18 @@
 """Reruns a layer right after its forward, to measure its parts and to check whether they can be recomputed.
 
-[Note: Trials] A module may be recomputed if its real run changes no buffer, input, plain attribute or Python random state,
-and if a second run on detached inputs, with torch's random state restored, returns bitwise identical outputs and ends in the
-same random state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator.
+[Note: Trials] A module may be recomputed if its real run changes no buffer, input, attribute or random state of Python or
+NumPy, and if a second run on detached inputs, with torch's random state restored, returns bitwise identical outputs and ends in
+the same random state. A trial uses `autograd.grad`, so it changes no `.grad` and runs no hook of a gradient accumulator. It
+skips the hooks of submodules, since a hook might keep an output of the second run. Forward pre-hooks run, since they may set
+weights.
 """
 
+import collections
+import contextlib
 import dataclasses
 import random
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,6 +32,9 @@ _HEAD_START_S = 2e-3
 """Seconds for which the device is stalled, so that the CPU can queue a module's kernels before the first one runs."""
 
 _PLAIN = (torch.Tensor, torch.dtype, torch.device, bool, int, float, str, type(None))
+_HOOKS = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_TORCH = frozenset(vars(torch.nn.Module()))
+"""Attributes of every module."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,30 +69,54 @@ class MeasuredBlock:
 
 
 class State:
-    """State that a run may change: random states, buffers, inputs and plain attributes."""
+    """State that a run may change: random states, buffers, inputs and attributes."""
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __init__(self, module: torch.nn.Module, inputs: Any) -> None:
         self.random = _get_random_states()
-        self.python = random.getstate()
+        self.python = _get_python_states()
         self.buffers = [buffer.clone() for buffer in module.buffers()]
         self.versions = [get_version(tensor) for tensor in list_tensors(inputs)]
+        self._held: list[Any] = []
         self.attributes = [
-            (name, id(value) if isinstance(value, torch.Tensor) else value)
+            (name, self._freeze(value))
             for one in module.modules()
-            for name, value in vars(one).items()
-            if isinstance(value, (torch.Tensor, bool, int, float, str))
+            for owner in (one, *(kind for kind in type(one).__mro__ if kind not in torch.nn.Module.__mro__))
+            for name, value in vars(owner).items()
+            if name not in _OF_TORCH and not name.startswith("__")
         ]
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def find_change(self, module: torch.nn.Module, inputs: Any) -> str | None:
         """Return a message about a change since this object was created, or None. Ignores torch's random states."""
         now = State(module, inputs)
         if now.python != self.python:
-            return "it uses Python's random numbers"
+            return "it uses random numbers of Python or NumPy"
         if not _are_equal(self.buffers, now.buffers):
             return _CHANGES_BUFFER
         if now.versions != self.versions:
             return "it changes its input in place"
-        return "it changes an attribute" if now.attributes != self.attributes else None
+        changed = (name for name, value in now.attributes if (name, value) not in self.attributes)
+        return f"it changes its attribute {next(changed, '')}" if now.attributes != self.attributes else None
+
+    def _freeze(self, value: Any, *, depth: int = 4) -> Any:
+        """Return a copy of `value` to compare later. Containers are copied up to `depth`. Most other objects are ignored."""
+        if isinstance(value, torch.Generator):
+            return value.get_state().tolist()
+        if isinstance(value, random.Random):
+            return value.getstate()
+        if type(value) in (dict, list, tuple, set) and depth:
+            parts = value.items() if isinstance(value, dict) else value
+            return [self._freeze(one, depth=depth - 1) for one in parts]
+        if isinstance(value, torch.Tensor):
+            self._held.append(value)  # otherwise, another tensor could get the same id
+            return id(value)
+        return value if isinstance(value, _PLAIN) else type(value)
+
+
+def _get_python_states() -> list[Any]:
+    numpy = sys.modules.get("numpy.random")
+    return [random.getstate(), None if numpy is None else str(numpy.get_state(legacy=False)["state"])]
 
 
 def _get_random_states() -> list[torch.Tensor]:
@@ -135,13 +167,14 @@ class Trial:
         refusal = before.find_change(self._layer, (args, kwargs)) or _find_unrepeatable(args, kwargs)
         whole, parts = Measured(refusal=refusal), {}
         try:
-            if refusal in (None, _CHANGES_BUFFER):
-                whole = self._measure(_Run(self._layer, forward, (args, kwargs), before.random, output, after), saves=True)
-                whole.refusal = refusal or whole.refusal
-            for tag, runs in self._runs.items():
-                parts[tag] = self._measure(runs[0])
-                if len(runs) > 1:
-                    parts[tag].refusal = "it runs more than once in a layer"
+            with _without_hooks(self._layer):
+                if refusal in (None, _CHANGES_BUFFER):
+                    whole = self._measure(_Run(self._layer, forward, (args, kwargs), before.random, output, after), saves=True)
+                    whole.refusal = refusal or whole.refusal
+                for tag, runs in self._runs.items():
+                    parts[tag] = self._measure(runs[0])
+                    if len(runs) > 1:
+                        parts[tag].refusal = "it runs more than once in a layer"
             whole.input = self._find_input((args, kwargs), LAYER_INPUT)
             for tag, part in parts.items():
                 part.input = self._find_input(self._runs[tag][0].inputs)
@@ -237,8 +270,27 @@ class _Run:
     refusal: str | None = None
 
 
+@contextlib.contextmanager
+def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
+    owners = [(vars(one), name) for one in module.modules() if one is not module for name in _HOOKS if getattr(one, name)]
+    hooks = [attributes[name] for attributes, name in owners]
+    for attributes, name in owners:
+        attributes[name] = collections.OrderedDict()
+    try:
+        yield
+    finally:
+        for (attributes, name), kept in zip(owners, hooks, strict=True):
+            attributes[name] = kept
+
+
 def _detach(inputs: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda one: one.detach().requires_grad_(one.requires_grad), inputs)
+    """Detach all tensors. A tensor that is passed twice, such as query and key, is one tensor in the result too."""
+    made: dict[int, torch.Tensor] = {}
+
+    def detach(one: torch.Tensor) -> torch.Tensor:
+        return made.setdefault(id(one), one.detach().requires_grad_(one.requires_grad))
+
+    return tree_map_only(torch.Tensor, detach, inputs)
 
 
 def _find_unrepeatable(args: Any, kwargs: Any) -> str | None:

@@ -1,6 +1,5 @@
 """Tests `fgoffload run` on a transformers script without any offload code."""
 
-import importlib
 import json
 import logging
 import sys
@@ -95,29 +94,19 @@ def test_only_the_first_process_logs_the_added_callback(tmp_path, caplog, monkey
     assert (created, list_logged(caplog)) == (["Trainer"], [])
 
 
-def test_a_transformers_without_trainer_raises_its_own_import_error(tmp_path, monkeypatch):
-    from fgoffload.integrations.transformers.launch import offload_trainers
-
-    (tmp_path / "transformers").mkdir()
-    (tmp_path / "transformers" / "__init__.py").touch()
-    for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    with offload_trainers() as created, pytest.raises(ModuleNotFoundError, match=r"No module named 'transformers\.trainer'"):
-        importlib.import_module("transformers.trainer")
-    assert created == []
-    del sys.modules["transformers"]
-
-
-def test_a_budget_error_is_one_line_and_other_script_errors_keep_their_traceback(tmp_path):
-    scripts = [tmp_path / "budget.py", tmp_path / "own.py"]
+def test_errors_of_the_budget_are_one_line_and_other_script_errors_keep_their_traceback(tmp_path):
+    scripts = [tmp_path / "budget.py", tmp_path / "config.py", tmp_path / "own.py"]
     scripts[0].write_text("from fgoffload import BudgetError\nraise BudgetError('memory 1.00 MiB is too small.', 8)")
-    scripts[1].write_text("raise ValueError('mine')")
-    budget, own = run_commands(*(("fgoffload", "run", str(script)) for script in scripts), imports=("torch",))
-    assert (budget.returncode, own.returncode) == (2, 1)
+    scripts[1].write_text("from fgoffload import ConfigError\nraise ConfigError('memory: no layer could be measured.')")
+    scripts[2].write_text("raise ValueError('mine')")
+    commands = [("fgoffload", "run", str(script)) for script in (*scripts, scripts[1])]
+    commands[1] = (*commands[1], "--offload-memory-budget", "1GiB")
+    budget, config, own, without_budget = run_commands(*commands, imports=("torch",))
+    assert [one.returncode for one in (budget, config, own, without_budget)] == [2, 2, 1, 1]
     assert "error: memory 1.00 MiB is too small." in budget.stderr
-    assert "Traceback" not in budget.stderr
-    assert "Traceback" in own.stderr
+    assert "error: memory: no layer could be measured." in config.stderr
+    assert "had no effect" not in config.stderr
+    assert ["Traceback" in one.stderr for one in (budget, config, own, without_budget)] == [False, False, True, True]
 
 
 @pytest.mark.parametrize(

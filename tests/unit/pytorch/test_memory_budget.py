@@ -2,7 +2,9 @@
 
 import dataclasses
 from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import fgoffload
 from fgoffload.engine import CpuDevice
 from fgoffload.integrations.budget import handle as budget_handle
-from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading
+from fgoffload.integrations.budget.plans import BudgetPlan, Planner, StepReading, merge_blocks
 from fgoffload.integrations.budget.trial import Measured, MeasuredBlock
 from fgoffload.integrations.pytorch.forward import has_hooks
 from fgoffload.plan import Action, OffloadPlan, Site
@@ -80,6 +82,118 @@ def test_layer_parts_below_the_minimum_size_stay_on_the_gpu():
     assert not handle.planned.plan.actions
 
 
+class Stateful(Block):
+    calls: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.generator = kind, torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        if self.kind == "generator":
+            x = x + torch.rand(x.shape, generator=self.generator)
+        elif self.kind == "calls":
+            Stateful.calls.append(x)
+        else:
+            x = x * float(np.random.rand())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", ["generator", "calls", "random numbers of Python or NumPy"])
+def test_layers_that_change_state_do_not_run_again(kind):
+    states = []
+    for memory in (None, "1GiB"):
+        Stateful.calls.clear()
+        np.random.seed(0)
+        model = make_net(layers=0)
+        model.layers.extend(Stateful(kind) for _ in range(3))
+        if memory is not None:
+            fgoffload.offload(model, memory=memory, config=ALL)
+        loss = model(make_inputs() * 1.0)
+        loss.backward()
+        layer = model.layers[0]
+        states.append([loss.item(), len(Stateful.calls), np.random.rand(), layer.generator.get_state().tolist()])
+    assert states[0] == states[1]
+    with pytest.raises(fgoffload.ConfigError, match=f"no layer of Net could be measured: it .*{kind}"):
+        model(make_inputs())
+
+
+class Watching(Net):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+        self.layers[1].mlp.register_forward_hook(lambda module, inputs, output: self.seen.append(output))
+
+    def forward(self, x):
+        self.seen.clear()
+        return super().forward(x) + sum(one.square().sum() for one in self.seen)
+
+
+class Pair(nn.Linear):
+    def forward(self, query, key):  # like `MultiheadAttention`, which projects differently for self-attention
+        return super().forward(query if query is key else query * 2)
+
+
+class Pairing(nn.Sequential):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Pair(64, 64)
+
+        def forward(self, x):
+            x = x.sin()
+            return self.mlp(x, key=x)
+
+    def __init__(self):
+        super().__init__(*(self.Layer() for _ in range(3)))
+
+
+class Skipping(Net):
+    step = 0
+
+    def forward(self, x):
+        self.step += 1
+        for layer in self.layers[:2] if self.step == 1 else self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("kind", [Watching, Pairing, Skipping])
+def test_hooks_repeated_arguments_and_skipped_layers_are_bitwise_identical(kind):
+    found = []
+    for memory in (None, "1GiB"):
+        torch.manual_seed(0)
+        model = kind()
+        handle = None if memory is None else fgoffload.offload(model, memory=memory, config=ALL)
+        for step in range(6):
+            model(make_inputs(step).view(2, 16, 64) * 1.0).square().mean().backward()
+            if step == 2 and handle is not None:
+                sites = [Site(chunk=0, layer=layer, tag="mlp") for layer in range(3)]
+                handle.planned.plan = dataclasses.replace(handle.planned.plan, actions=dict.fromkeys(sites, Action.RECOMPUTE))
+        found.append(copy_gradients(model))
+    check_equal(*found)
+    assert ("layer 2 (did not run)" in handle.explain()) == ("cannot be recomputed" in handle.explain()) == (kind is Skipping)
+
+
+def test_processes_may_save_different_storages_or_skip_a_layer():
+    def make(*storages, seconds=1.0):
+        return MeasuredBlock("Block", Measured(forward_s=seconds), {"mlp": Measured(input=1)}, list(storages))
+
+    norm, small, large = (4, ("norm",)), (8, ("mlp",)), (16, ("mlp",))
+    ranks = [make(norm, small), make()], [make(norm, large, small), make(seconds=0.0)]
+    merged, skipped = merge_blocks(ranks)
+    assert merged.storages == [norm, large, small]
+    assert not skipped.is_measured
+
+
+def test_a_model_whose_output_is_never_used_in_backward_is_reported(caplog):
+    model = make_net()
+    fgoffload.offload(model, memory="1GiB", config=ALL)
+    for _ in range(6):
+        model(make_inputs())
+    assert caplog.text.count("has no plan after 3 steps, since no backward reached a tensor") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -96,18 +210,16 @@ def test_invalid_budget_arguments_are_refused_immediately(options, message):
 def test_a_closed_handle_cannot_be_entered():
     handle = fgoffload.offload(make_net(), ["layers.*"])
     handle.close()
-    with (
-        pytest.raises(fgoffload.StateError, match=r"was removed\. Call `fgoffload\.offload` again"),
-        handle,
-    ):
+    with pytest.raises(fgoffload.StateError, match=r"was removed\. Call `fgoffload\.offload` again"), handle:
         pass
 
 
-class Watched(Block):
-    has_hooks = None
+WATCHED = []
 
+
+class Watched(Block):
     def forward(self, x):
-        Watched.has_hooks = has_hooks()
+        WATCHED.append(has_hooks())
         return super().forward(x)
 
 
@@ -118,7 +230,7 @@ def test_kept_layers_run_without_hooks():
     found = []
     for _ in range(6):  # the CPU's ledger needs the hooks in compared steps, the first three of a plan
         model(make_inputs() * 1.0).backward()
-        found.append(Watched.has_hooks)
+        found.append(WATCHED[-1])
     assert found[1:] == [True, True, True, False, False]
 
 
