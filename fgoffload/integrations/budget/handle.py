@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.checkpoint import checkpoint
 
 from fgoffload.engine import Lane, TagStats, is_inert
 from fgoffload.engine.identity import get_key
@@ -38,6 +37,7 @@ from fgoffload.integrations.budget.plans import (
     merge_blocks,
     merge_readings,
 )
+from fgoffload.integrations.budget.recompute import recompute
 from fgoffload.integrations.budget.trial import REST, Measured, MeasuredBlock, State, Trial
 from fgoffload.integrations.collectives import ask_first, gather, is_alone
 from fgoffload.integrations.link import QUICK_SIZES, measure_link
@@ -127,7 +127,7 @@ class BudgetOffload(ModelOffload):
         if tag == LAYER and self._measures:
             forward = functools.partial(self._try_layer, module, forward, layer)
         elif self._find_action(layer, tag) in _RECOMPUTES:
-            forward = functools.partial(_recompute, forward)
+            forward = functools.partial(recompute, forward)
         is_last = tag == LAYER and layer == self._last_layer and self._loss is not None
         return functools.partial(self._run_last_layer, forward) if is_last else forward
 
@@ -240,8 +240,7 @@ class BudgetOffload(ModelOffload):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end_forward(self, loss: LossMeter | None, output: Any) -> None:
         """Cancel the last offloads, which backward would reload at once. If the plan says so, wait for earlier copies first."""
-        tensors = [one for one in list_tensors(output) if one.requires_grad]
-        if loss is not None and tensors:
+        if loss is not None and (tensors := [one for one in list_tensors(output) if one.requires_grad]):
             loss.record_end()
             register_multi_grad_hook(tensors, lambda _: queue_after_backward(self._end_step), mode="any")
         forward = find_running(self)
@@ -380,24 +379,3 @@ class BudgetOffload(ModelOffload):
 
 def _has_gradients(model: torch.nn.Module) -> bool:
     return any(one.grad is not None for one in model.parameters())
-
-
-def _recompute(forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run `forward` in a checkpoint that saves all arguments that require gradients, including keyword arguments.
-
-    A tensor that is passed twice, such as query and key of `MultiheadAttention`, is one tensor in the recompute too.
-    """
-    values, count, names = [*args, *kwargs.values()], len(args), list(kwargs)
-    saved: dict[int, torch.Tensor] = {}
-    for n, one in enumerate(values):
-        if isinstance(one, torch.Tensor) and (n < count or one.requires_grad):
-            saved[id(one)] = one
-    index = {key: n for n, key in enumerate(saved)}
-    places = [index.get(id(one)) for one in values]
-    values = [one if place is None else None for one, place in zip(values, places, strict=True)]
-
-    def run(*tensors: Any) -> Any:
-        found = [one if place is None else tensors[place] for one, place in zip(values, places, strict=True)]
-        return forward(*found[:count], **dict(zip(names, found[count:], strict=True)))
-
-    return checkpoint(run, *saved.values(), use_reentrant=False)

@@ -272,14 +272,14 @@ class _Run:
 
 @contextlib.contextmanager
 def _without_hooks(module: torch.nn.Module) -> Iterator[None]:
-    owners = [(vars(one), name) for one in module.modules() if one is not module for name in _HOOKS if getattr(one, name)]
-    hooks = [attributes[name] for attributes, name in owners]
-    for attributes, name in owners:
+    inner = [vars(one) for one in module.modules() if one is not module]
+    hooks = [(attributes, name, attributes[name]) for attributes in inner for name in _HOOKS if attributes.get(name)]
+    for attributes, name, _ in hooks:
         attributes[name] = collections.OrderedDict()
     try:
         yield
     finally:
-        for (attributes, name), kept in zip(owners, hooks, strict=True):
+        for attributes, name, kept in hooks:
             attributes[name] = kept
 
 
